@@ -1,0 +1,113 @@
+"""Steps a second of our scripts against stable-baselines3, alternating on one machine.
+
+    python docs/benchmark/speed.py classic            # 5 alternating rounds; classic, ...
+    python docs/benchmark/speed.py classic --rounds 3
+
+Both sides have the same environment, steps, batch, epochs, network and value clipping. Start-up and compilation do not
+count: the clock starts with the second iteration. stable-baselines3 gets the better of one and all threads. Printed:
+each figure, medians, and the median of the ratios within a round.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OURS = {  # script: (arguments, the variants to time)
+    "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"}),
+}
+PEERS = {  # script: what stable-baselines3 needs to do the same work
+    "classic": dict(env_id="CartPole-v1", num_envs=4, steps=60_000, n_steps=128, batch_size=128, n_epochs=4, clip=0.2),
+}
+
+
+def read_sps(folder: Path) -> float:
+    """Returns the last charts/SPS of the only run in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (run,) = folder.iterdir()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return events.Scalars("charts/SPS")[-1].value
+
+
+def time_ours(script: str, flags: str) -> float:
+    arguments, _ = OURS[script]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / f"ppo_{script}.py"), *arguments.split(), *flags.split()]
+        subprocess.run([*command, "--eval-episodes", "0", "--run-dir", folder], check=True, stdout=subprocess.DEVNULL)
+        return read_sps(Path(folder))
+
+
+def run_peer(script: str, threads: int) -> None:
+    """Trains with stable-baselines3 in this process and prints its steps a second."""
+    import time
+
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    class Clock(BaseCallback):
+        marks: list[tuple[float, int]] = []
+
+        def _on_rollout_start(self) -> None:
+            self.marks.append((time.perf_counter(), self.num_timesteps))
+
+        def _on_step(self) -> bool:
+            return True
+
+    torch.set_num_threads(threads)
+    peer = PEERS[script]
+    clip = peer["clip"]
+    model = PPO(
+        "MlpPolicy",
+        make_vec_env(peer["env_id"], peer["num_envs"]),
+        n_steps=peer["n_steps"],
+        batch_size=peer["batch_size"],
+        n_epochs=peer["n_epochs"],
+        clip_range=clip,
+        clip_range_vf=clip,
+        device="cpu",
+    )
+    clock = Clock()
+    model.learn(peer["steps"], callback=clock)
+    (start, first), (end, last) = clock.marks[1], clock.marks[-1]
+    print((last - first) / (end - start))
+
+
+def time_peer(script: str, threads: int) -> float:
+    command = [sys.executable, __file__, script, "--peer", str(threads)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", choices=OURS)
+    parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (default 5)")
+    parser.add_argument("--peer", type=int, metavar="THREADS", help="run only stable-baselines3, with so many threads")
+    args = parser.parse_args()
+    if args.peer:
+        return run_peer(args.script, args.peer)
+    cores = len(os.sched_getaffinity(0))
+    best = max(sorted({1, cores}), key=lambda threads: time_peer(args.script, threads))
+    print(f"{cores} cores; stable-baselines3 is faster with {best} thread(s)")
+    variants = OURS[args.script][1]
+    rates: dict[str, list[float]] = {name: [] for name in ("stable-baselines3", *variants)}
+    for number in range(args.rounds):
+        rates["stable-baselines3"].append(time_peer(args.script, best))
+        for name, flags in variants.items():
+            rates[name].append(time_ours(args.script, flags))
+        print(f"round {number + 1}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items()), flush=True)
+    for name, values in rates.items():
+        ratio = statistics.median(a / b for a, b in zip(values, rates["stable-baselines3"], strict=True))
+        print(f"{name}: median {statistics.median(values):,.0f} steps/s, {ratio:.2f} times stable-baselines3")
+    return None
+
+
+if __name__ == "__main__":
+    main()
