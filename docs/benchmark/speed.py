@@ -18,10 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OURS = {  # script: (arguments, the variants to time)
-    "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"}),
+    "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"})
 }
 PEERS = {  # script: what stable-baselines3 needs to do the same work
-    "classic": dict(env_id="CartPole-v1", num_envs=4, steps=60_000, n_steps=128, batch_size=128, n_epochs=4, clip=0.2),
+    "classic": dict(env_id="CartPole-v1", num_envs=4, steps=60_000, n_steps=128, batch_size=128, n_epochs=4, clip=0.2)
 }
 
 
@@ -102,7 +102,10 @@ def main() -> None:
         rates["stable-baselines3"].append(time_peer(args.script, best))
         for name, flags in variants.items():
             rates[name].append(time_ours(args.script, flags))
-        print(f"round {number + 1}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items()), flush=True)
+        print(
+            f"round {number + 1}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in rates.items()),
+            flush=True,
+        )
     for name, values in rates.items():
         ratio = statistics.median(a / b for a, b in zip(values, rates["stable-baselines3"], strict=True))
         print(f"{name}: median {statistics.median(values):,.0f} steps/s, {ratio:.2f} times stable-baselines3")

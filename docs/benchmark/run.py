@@ -1,0 +1,134 @@
+"""Runs the benchmark: a list of trainings, each kept as one CSV under docs/benchmark/results/.
+
+    python docs/benchmark/run.py --list               # what there is, and what is done
+    python docs/benchmark/run.py cartpole acrobot     # the missing seeds of these, one after another
+    python docs/benchmark/run.py --run-dir ~/runs ... # keep run folders there; an interrupted training is resumed
+
+A run whose CSV exists is not done again. The head of a CSV (lines that start with #) names script, flags, seed, steps,
+evaluation, versions, commit and machine; its rows are the step, the mean return of the episodes that ended since the
+row before, and the seconds of training until then (pauses left out).
+"""
+
+import argparse
+import csv
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+ROWS = 200  # rows of a CSV, at most
+PAUSE = 120.0  # seconds between two points of a curve that count as a pause
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    script: str
+    flags: str
+    seeds: int
+    stop_at: int | None = None  # steps after which a longer schedule is stopped
+
+
+BENCHMARKS = {
+    "cartpole": Benchmark("ppo_classic", "--env-id CartPole-v1 --compile", 5),
+    "acrobot": Benchmark("ppo_classic", "--env-id Acrobot-v1 --compile", 5),
+}
+
+
+def read_events(folder: Path) -> tuple[list[tuple[int, float, float]], float | None]:
+    """Returns a run's curve (step, return, seconds) and the mean return of its evaluation."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    points, curve, seconds = events.Scalars("charts/episodic_return"), [], 0.0
+    for before, point in zip([points[0], *points], points):
+        gap = point.wall_time - before.wall_time
+        seconds += gap if gap < PAUSE else 0.0
+        curve.append((point.step, point.value, seconds))
+    tags = events.Tags()["scalars"]
+    evaluation = events.Scalars("eval/episodic_return")[-1].value if "eval/episodic_return" in tags else None
+    return curve, evaluation
+
+
+def write_csv(file: Path, head: dict[str, object], curve: list[tuple[int, float, float]]) -> None:
+    with file.open("w", newline="") as stream:
+        stream.writelines(f"# {name}: {value}\n" for name, value in head.items())
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(("step", "return", "seconds"))
+        for part in np.array_split(np.array(curve), min(ROWS, len(curve))):
+            writer.writerow((int(part[-1, 0]), f"{part[:, 1].mean():.2f}", f"{part[-1, 2]:.1f}"))
+
+
+def read_csv(file: Path) -> tuple[dict[str, str], np.ndarray]:
+    """Returns the head and the rows (n, 3) of a result."""
+    lines = file.read_text().splitlines()
+    head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("#"))
+    rows = [[float(x) for x in line.split(",")] for line in lines[len(head) + 1 :]]
+    return head, np.array(rows)
+
+
+def run(name: str, seed: int, run_dir: Path) -> None:
+    """Trains one seed of a benchmark, or goes on with it, and writes its CSV."""
+    benchmark, parent = BENCHMARKS[name], run_dir / f"{name}-{seed}"
+    command = [sys.executable, "-u", str(ROOT / f"{benchmark.script}.py")]
+    checkpoints = sorted(parent.glob("*/checkpoint.pt"))
+    if checkpoints:
+        command += ["--resume", str(checkpoints[-1].parent)]
+    else:
+        command += [*benchmark.flags.split(), "--seed", str(seed), "--run-dir", str(parent)]
+    print(" ".join(command[2:]), flush=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"  {name}-{seed}: {line}", end="", flush=True)
+        match = re.match(r"step ([\d,]+)", line)
+        if benchmark.stop_at and match and int(match[1].replace(",", "")) >= benchmark.stop_at:
+            process.send_signal(signal.SIGINT)
+            benchmark = Benchmark(benchmark.script, benchmark.flags, benchmark.seeds)
+    stopped = BENCHMARKS[name].stop_at is not None and process.wait() == 128 + signal.SIGINT
+    if process.wait() != 0 and not stopped:
+        raise SystemExit(f"{name}-{seed} ended with exit code {process.returncode}")
+    curve, evaluation = read_events(sorted(parent.glob("*/checkpoint.pt"))[-1].parent)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
+    head = {"script": benchmark.script, "flags": benchmark.flags, "seed": seed, "steps": curve[-1][0]}
+    if evaluation is not None:
+        head["evaluation"] = f"{evaluation:.2f}"
+    packages = ("torch", "gymnasium", "ale-py", "mujoco", "numpy")
+    head["versions"] = ", ".join(f"{package} {version(package)}" for package in packages)
+    head |= {"python": platform.python_version(), "commit": commit.strip()}
+    head["machine"] = f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, shared with other work"
+    write_csv(RESULTS / f"{name}-{seed}.csv", head, curve)
+
+
+def cpu_name() -> str:
+    match = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    return match[1] if match else platform.processor()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="benchmarks to run (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and leave")
+    parser.add_argument("--run-dir", type=Path, default=ROOT / "runs" / "benchmark", help="where run folders are kept")
+    args = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    for name in args.names or BENCHMARKS:
+        for seed in range(1, BENCHMARKS[name].seeds + 1):
+            done = (RESULTS / f"{name}-{seed}.csv").exists()
+            if args.list:
+                print(f"{name}-{seed}: {'done' if done else 'missing'}")
+            elif not done:
+                run(name, seed, args.run_dir)
+
+
+if __name__ == "__main__":
+    main()
