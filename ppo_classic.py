@@ -23,7 +23,7 @@ Read Agent, then gae() to train(); what follows is machinery. Shapes: T = num_st
 
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "gymnasium>=1.4", "numpy>=1.26", "tensorboard>=2.20", "tyro>=0.9", "tqdm>=4.66"]
+# dependencies = ["torch>=2.11", "gymnasium>=1.4", "numpy>=2.0", "tensorboard>=2.21", "tyro>=1.0", "tqdm>=4.66"]
 # ///
 
 import argparse
@@ -213,7 +213,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_space: Box, action_space: Discrete, shared_network: bool = False) -> None:
         super().__init__()
-        # Detail 13: separate networks for policy and value - two tanh layers of 64 each; the official default shares them
+        # Detail 13: shared or separate networks - two tanh layers of 64 for each; the official default shares them
         self.actor = make_trunk(obs_space.shape[0])
         self.critic = None if shared_network else make_trunk(obs_space.shape[0])
         self.policy_head = linear(64, int(action_space.n), 0.01)
@@ -269,7 +269,7 @@ def gae(rewards: Array, values: Array, dones: Array, next_value: Array, final_va
 STATS = "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_official clipfrac grad_norm".split()
 
 
-def ppo_loss(dist: Categorical, value: Tensor, batch: Batch, clip_coef: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+def ppo_loss(dist: Any, value: Tensor, batch: Batch, clip_coef: Tensor, args: Args) -> tuple[Tensor, Tensor]:
     """Returns the loss of a minibatch and the first seven of STATS (7,)."""
     advantages = batch.returns - batch.values
     if args.norm_adv:
@@ -350,7 +350,8 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     envs: Any = make_envs(args, args.num_envs)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.shared_network).to(device)
     optimizer = Adam(agent.parameters(), lr=args.learning_rate, fused=True)
-    resumed = load_checkpoint(args.resume, agent, optimizer) if args.resume else {}
+    parts = {"agent": agent, "optimizer": optimizer}
+    resumed = load_checkpoint(args.resume, **parts) if args.resume else {}
     iteration = resumed.get("iteration", 0)
     gradient = compile_backward(device) if args.compile else backward
     generator = Generator(device)
@@ -403,7 +404,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             losses["explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
             run.log(iteration, learning_rate, losses)
             if stop or iteration == args.num_iterations or iteration % (args.checkpoint_every or math.inf) == 0:
-                save_checkpoint(run.folder, agent, optimizer, iteration, args)
+                save_checkpoint(run.folder, iteration, args, **parts)
         return run.finish(agent, iteration, stop)
 
 
@@ -437,7 +438,7 @@ def spawn_seeds(seed: int, iteration: int, stream: int, count: int) -> list[int]
 
 
 def check_finite(first_step: int, **rollout: Tensor | Array) -> None:
-    """Raises FloatingPointError at the first NaN or infinity of a rollout (T, N, ...), before anything learns from it."""
+    """Raises FloatingPointError at the first NaN or infinity of a rollout (T, N, ...), before it is learned from."""
     for name, x in rollout.items():
         bad = ~torch.as_tensor(x).isfinite()
         if bad.any():
@@ -514,7 +515,7 @@ class Run:
         """Evaluates the agent, prints the results and returns them."""
         self.bar.close()
         args, step, returns = self.args, iteration * self.args.batch_size, []
-        seeds = spawn_seeds(args.seed, iteration, EVALUATION, args.eval_episodes)
+        seeds = spawn_seeds(args.seed, iteration, EVALUATION, 0 if stop else args.eval_episodes)
         if args.capture_video:  # one at a time: the frames of a whole episode are kept in memory
             for number, seed in enumerate(seeds, 1):
                 returns += evaluate(agent, args, [seed], stop, self.folder / "videos" / f"step-{step}-{number}")
@@ -531,16 +532,16 @@ class Run:
         return results | {"episodic_return": training_return}
 
 
-def save_checkpoint(folder: Path, agent: Agent, optimizer: Adam, iteration: int, args: Args) -> None:
+def save_checkpoint(folder: Path, iteration: int, args: Args, **parts: Any) -> None:
     """Writes checkpoint.pt whole or not at all; it holds tensors and plain values only."""
     state = {"script": SCRIPT, "args": asdict(args), "iteration": iteration, "global_step": iteration * args.batch_size}
-    state |= {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+    state |= {name: part.state_dict() for name, part in parts.items()}
     torch.save(state, folder / "checkpoint.pt.part")
     os.replace(folder / "checkpoint.pt.part", folder / "checkpoint.pt")
 
 
-def load_checkpoint(resume: str, agent: Agent | None = None, optimizer: Adam | None = None) -> dict[str, Any]:
-    """Returns the checkpoint of a run folder; restores agent and optimizer, if given. Raises UsageError."""
+def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
+    """Returns the checkpoint of a run folder; restores the parts that are given. Raises UsageError."""
     file = Path(resume, "checkpoint.pt") if Path(resume).is_dir() else Path(resume)
     if not file.is_file():
         raise UsageError(
@@ -549,9 +550,8 @@ def load_checkpoint(resume: str, agent: Agent | None = None, optimizer: Adam | N
     try:
         state = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         script, flags = state["script"], state["args"].keys()
-        if agent and optimizer:
-            agent.load_state_dict(state["agent"])
-            optimizer.load_state_dict(state["optimizer"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
     except Exception as error:
         raise UsageError(
             f"--resume {resume}: damaged, or of another network ({type(error).__name__}: {error})"
@@ -595,7 +595,7 @@ def check_machine(args: Args) -> torch.device:
             env.reset(seed=0)
             np.asarray(env.render()).shape[2]
         except Exception as error:
-            hint = "MuJoCo without a screen needs the environment variable MUJOCO_GL=egl or osmesa"
+            hint = 'pip install "gymnasium[classic-control]", or MUJOCO_GL=egl without a screen, may help'
             raise UsageError(f"--capture-video: {args.env_id} cannot be rendered ({error}); {hint}") from error
     return torch.device(name)
 

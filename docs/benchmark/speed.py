@@ -15,13 +15,18 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OURS = {  # script: (arguments, the variants to time)
     "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"})
 }
-PEERS = {  # script: what stable-baselines3 needs to do the same work
-    "classic": dict(env_id="CartPole-v1", num_envs=4, steps=60_000, n_steps=128, batch_size=128, n_epochs=4, clip=0.2)
+PEERS: dict[str, Any] = {  # script: what stable-baselines3 needs to do the same work
+    "classic": {
+        "make": {"env_id": "CartPole-v1", "n_envs": 4},
+        "steps": 60_000,
+        "model": {"policy": "MlpPolicy", "n_steps": 128, "batch_size": 128, "n_epochs": 4, "clip_range_vf": 0.2},
+    }
 }
 
 
@@ -53,7 +58,9 @@ def run_peer(script: str, threads: int) -> None:
     from stable_baselines3.common.env_util import make_vec_env
 
     class Clock(BaseCallback):
-        marks: list[tuple[float, int]] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.marks: list[tuple[float, int]] = []
 
         def _on_rollout_start(self) -> None:
             self.marks.append((time.perf_counter(), self.num_timesteps))
@@ -62,20 +69,8 @@ def run_peer(script: str, threads: int) -> None:
             return True
 
     torch.set_num_threads(threads)
-    peer = PEERS[script]
-    clip = peer["clip"]
-    model = PPO(
-        "MlpPolicy",
-        make_vec_env(peer["env_id"], peer["num_envs"]),
-        n_steps=peer["n_steps"],
-        batch_size=peer["batch_size"],
-        n_epochs=peer["n_epochs"],
-        clip_range=clip,
-        clip_range_vf=clip,
-        device="cpu",
-    )
-    clock = Clock()
-    model.learn(peer["steps"], callback=clock)
+    peer, clock = PEERS[script], Clock()
+    PPO(env=make_vec_env(**peer["make"]), device="cpu", **peer["model"]).learn(peer["steps"], callback=clock)
     (start, first), (end, last) = clock.marks[1], clock.marks[-1]
     print((last - first) / (end - start))
 

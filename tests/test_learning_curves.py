@@ -1,0 +1,53 @@
+"""Short trainings reach a stated return within a stated number of steps; the same training without learning does not.
+
+Thresholds: from the worst of five seeds (1 to 5), 15 % of the way towards the training with learning rate 0. Measured:
+`python tests/test_learning_curves.py` prints the figures that stand in CURVES.
+"""
+
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import load
+
+
+class Curve(NamedTuple):
+    """A short training: what it reached (mean return of its last 100 episodes) with seeds 1 to 5, and without learning."""
+
+    script: str
+    settings: dict[str, Any]
+    reached: list[float]
+    without_learning: float
+
+    @property
+    def threshold(self) -> float:
+        worst = min(self.reached)
+        return worst - 0.15 * (worst - self.without_learning)
+
+
+CURVES = {"cartpole": Curve("ppo_classic", {"env_id": "CartPole-v1", "total_timesteps": 100_000}, [0.0] * 5, 0.0)}
+SEED = 1
+
+
+def train(name: str, folder, seed: int = SEED, **changes: Any) -> float:
+    module = load(CURVES[name].script)
+    settings = {"eval_episodes": 0, "run_dir": str(folder), "device": "cpu", "seed": seed}
+    return module.train(module.Args(**CURVES[name].settings | settings | changes))["episodic_return"]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_it_learns(name, tmp_path):
+    assert train(name, tmp_path) >= CURVES[name].threshold
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_it_does_not_without_learning(name, tmp_path):
+    """A fifth of the steps is enough: with learning rate 0 the policy never changes."""
+    steps = CURVES[name].settings["total_timesteps"] // 5
+    assert train(name, tmp_path, learning_rate=0.0, total_timesteps=steps) < CURVES[name].threshold
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CURVES:
+        figures = [round(train(name, "/tmp/learning-curves", seed), 1) for seed in range(1, 6)]
+        print(name, figures, round(train(name, "/tmp/learning-curves", learning_rate=0.0), 1), file=sys.stderr)
