@@ -12,7 +12,7 @@ from helpers import load
 
 
 class Curve(NamedTuple):
-    """A short training: what it reached (mean return of its last 100 episodes) with seeds 1 to 5, and without learning."""
+    """A short training: the mean return of its last 100 episodes with seeds 1 to 5, and without learning."""
 
     script: str
     settings: dict[str, Any]

@@ -40,6 +40,11 @@ class Benchmark:
 BENCHMARKS = {
     "cartpole": Benchmark("ppo_classic", "--env-id CartPole-v1 --compile", 5),
     "acrobot": Benchmark("ppo_classic", "--env-id Acrobot-v1 --compile", 5),
+    "halfcheetah": Benchmark("ppo_continuous", "--env-id HalfCheetah-v4 --compile", 2),
+    "hopper": Benchmark("ppo_continuous", "--env-id Hopper-v4 --compile", 2),
+    "walker2d": Benchmark("ppo_continuous", "--env-id Walker2d-v4 --compile", 2),
+    "bins": Benchmark("ppo_multidiscrete", "--total-timesteps 500000 --compile", 2),
+    "no-bins": Benchmark("ppo_continuous", "--total-timesteps 500000 --compile", 2),
 }
 
 
