@@ -1,8 +1,10 @@
 """One check per detail: passes for the scripts (test_details.py), fails for their mutants (test_mutations.py).
 
-Each takes a script as a module and an empty folder, and asserts on numbers.
+Each takes a script as a module and an empty folder, and asserts on numbers. Details of one script alone have their
+tests in that script's file; they are borrowed here for the mutations.
 """
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -241,3 +243,47 @@ def early_stopping(module, folder):
         module.update(agent, optimizer, batch, torch.tensor(0.2), args, module.backward, torch.Generator())
         undo()
         assert len(calls) == 2 * epochs, target
+
+
+def borrow(file: str, *tests: tuple) -> Callable[[ModuleType, Path], None]:
+    """Makes a check of tests in a script's own file: (name, arguments...)."""
+
+    def run(module, folder):
+        tests_module = importlib.import_module(file)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tests_module, "ppo", module)
+            for name, *arguments in tests:
+                getattr(tests_module, name)(*arguments)
+
+    return run
+
+
+def stored_actions(module, folder):
+    """The rollout keeps the sampled actions, some of them out of bounds; the environment gets them clipped."""
+    batches: list = []
+    undo = record(module, "update", batches)
+    module.train(
+        quick_args(module, folder, 1, num_steps=64, learning_rate=0.0)
+    )  # the toy refuses what is out of bounds
+    undo()
+    actions = batches[0][2].actions
+    assert 0.8 < actions.std() < 1.2 and (actions.abs() > 1).float().mean() > 0.2
+
+
+BORROWED = {
+    "23": borrow("test_continuous", ("test_samples",)),
+    "24": borrow("test_continuous", ("test_log_std",)),
+    "25": borrow("test_continuous", ("test_distribution_equals_torch", (4, 3))),
+    "26": borrow("test_continuous", ("test_separate_networks",)),
+    "27": stored_actions,
+    "28": borrow("test_continuous", ("test_normalizer",)),
+    "29": borrow("test_continuous", ("test_normalizer",)),
+    "30": borrow("test_continuous", ("test_normalizer",), ("test_scaled_and_clipped_rewards", 0.5)),
+    "31": borrow("test_continuous", ("test_normalizer",)),
+    "37": borrow("test_multidiscrete", ("test_zero_logits",)),
+    "auxiliary 4": borrow(
+        "test_multidiscrete",
+        ("test_component_without_legal_choice_counts_for_nothing",),
+        ("test_illegal_choices_are_never_sampled_and_have_no_gradient", np.array([3, 2, 4])),
+    ),
+}

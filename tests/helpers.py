@@ -3,14 +3,14 @@
 import functools
 import importlib
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 ROOT = Path(__file__).parents[1]
 CORE = set(range(1, 14))
@@ -25,11 +25,17 @@ class Script:
     auxiliary: set[int]
     lines: int  # at most
     action_space: gym.Space  # of its toy environment
-    quick: dict[str, Any] = field(default_factory=dict)  # Args of a training of two short iterations
+    env_id: str  # a quick one of gymnasium's own
 
 
 SCRIPTS = {
-    "ppo_classic": Script(None, CORE, {1, 3}, 640, Discrete(3), {"num_envs": 2, "num_steps": 16, "num_minibatches": 2})
+    "ppo_classic": Script(None, CORE, {1, 3}, 640, Discrete(3), "CartPole-v1"),
+    "ppo_continuous": Script(
+        "ppo_classic", CORE | set(range(23, 32)), {1, 3}, 720, Box(-1, 1, (3,)), "InvertedPendulum-v5"
+    ),
+    "ppo_multidiscrete": Script(
+        "ppo_classic", CORE | {37}, {1, 3, 4}, 710, MultiDiscrete([3, 2]), "InvertedPendulum-v5"
+    ),
 }
 
 
@@ -80,18 +86,19 @@ class Toy(gym.Env):
 
 
 def toy_id(name: str) -> str:
-    """Registers the toy environment with the action space of a script; returns its id."""
-    env_id = f"Toy-{name}-v0"
-    if env_id not in gym.registry:
-        gym.register(env_id, entry_point=Toy, kwargs={"action_space": SCRIPTS[name].action_space})
-    return env_id
+    """Returns the id of the toy environment with the action space of a script."""
+    return f"Toy-{name}-v0"
+
+
+for _name, _script in SCRIPTS.items():
+    gym.register(toy_id(_name), entry_point=Toy, kwargs={"action_space": _script.action_space})
 
 
 def quick_args(module: types.ModuleType, folder: Path, iterations: int = 2, **changes: Any) -> Any:
     """Returns the Args of a short training on the toy environment."""
     name = module.__name__.removesuffix("_mutant")
     settings = {"env_id": toy_id(name), "eval_episodes": 0, "run_dir": str(folder), "device": "cpu"}
-    settings |= SCRIPTS[name].quick | changes
+    settings |= {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 4} | changes
     settings.setdefault("total_timesteps", iterations * settings["num_envs"] * settings["num_steps"])
     return module.Args(**settings)
 
@@ -111,4 +118,5 @@ def make_batch(module: types.ModuleType, agent: torch.nn.Module, size: int = 64,
         dist, value = agent(obs)
         actions = dist.sample(generator)
         log_probs, values = dist.log_prob(actions) + noise * draw(size), value + noise * draw(size)
-    return module.Batch(obs, actions, log_probs, values, values + draw(size))
+    masks = [torch.ones((size, 1), dtype=torch.bool)] if "masks" in module.Batch._fields else []
+    return module.Batch(obs, actions, log_probs, values, values + draw(size), *masks)

@@ -159,7 +159,8 @@ def test_a_copied_file_trains_alone(name, tmp_path):
     assert "python happy.py --resume" in output
     (folder,) = (tmp_path / "runs").iterdir()
     assert "__happy__1__" in folder.name and (folder / "checkpoint.pt").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["happy.py", "runs"]
+    noise = {"__pycache__", "MUJOCO_LOG.TXT"}  # MuJoCo's own log of its warnings
+    assert {path.name for path in tmp_path.iterdir()} - noise == {"happy.py", "runs"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

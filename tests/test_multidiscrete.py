@@ -12,13 +12,13 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from helpers import ROOT, golden, load
 
 MICRORTS = np.tile([6, 4, 4, 4, 4, 7, 49], 64)  # the 448 components of an 8x8 map
-md = load("ppo_multidiscrete")
+ppo = load("ppo_multidiscrete")
 
 
 def make_dist(nvec, logits: torch.Tensor, masks: torch.Tensor | None = None):
     """Returns the distribution that an agent with these logits as the output of its policy head has."""
-    agent = md.Agent(Box(-1, 1, (1,)), MultiDiscrete(nvec))
-    return md.MultiCategorical(logits, masks, agent.slots, agent.table_shape)
+    agent = ppo.Agent(Box(-1, 1, (1,)), MultiDiscrete(nvec))
+    return ppo.MultiCategorical(logits, masks, agent.slots, agent.table_shape)
 
 
 def make_masks(nvec, rows: int, generator: torch.Generator, empty: bool = False) -> torch.Tensor:
@@ -51,17 +51,17 @@ def names(agent) -> dict[str, torch.nn.Parameter]:
 @pytest.mark.parametrize("masks", ["unused", "all legal"])
 def test_official_update(masks):
     data = golden("multidiscrete")
-    agent = md.Agent(Box(-1, 1, (6,)), MultiDiscrete([3, 2, 4]), shared_network=True)
+    agent = ppo.Agent(Box(-1, 1, (6,)), MultiDiscrete([3, 2, 4]), shared_network=True)
     parameters = names(agent)
     assert len(parameters) == len(list(agent.parameters()))
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(data[f"init/{name}"].T))
-    args = md.Args(ent_coef=float(data["ent_coef"]), clip_coef=float(data["cliprange"]))
-    optimizer = md.Adam(agent.parameters(), lr=1.0, fused=True)
+    args = ppo.Args(ent_coef=float(data["ent_coef"]), clip_coef=float(data["cliprange"]))
+    optimizer = ppo.Adam(agent.parameters(), lr=1.0, fused=True)
     arrays = [torch.from_numpy(data[name]) for name in ("obs", "actions", "old_neglogpacs", "old_values", "returns")]
     arrays[2] = -arrays[2]
-    batch = md.Batch(*arrays, torch.ones((256, 1 if masks == "unused" else 9), dtype=torch.bool))
+    batch = ppo.Batch(*arrays, torch.ones((256, 1 if masks == "unused" else 9), dtype=torch.bool))
     with torch.no_grad():
         dist, value = agent(batch.obs, batch.masks)
         np.testing.assert_allclose(-dist.log_prob(batch.actions), data["fwd0/neglogp"], atol=5e-6, rtol=0)
@@ -70,9 +70,9 @@ def test_official_update(masks):
     compared = {"grad": 0, "after": 0}
     for k, rows in enumerate(data["mb_idx"]):
         optimizer.param_groups[0]["lr"] = float(data["lr"][k])
-        samples = md.Batch(*(x[torch.from_numpy(rows)] for x in batch))
-        stats = md.update_minibatch(agent, optimizer, samples, torch.tensor(args.clip_coef), args, md.backward)
-        stats = dict(zip(md.STATS, stats.tolist(), strict=True))
+        samples = ppo.Batch(*(x[torch.from_numpy(rows)] for x in batch))
+        stats = ppo.update_minibatch(agent, optimizer, samples, torch.tensor(args.clip_coef), args, ppo.backward)
+        stats = dict(zip(ppo.STATS, stats.tolist(), strict=True))
         order = "policy_loss", "value_loss", "entropy", "approx_kl_official", "clipfrac"
         np.testing.assert_allclose([stats[name] for name in order], data["losses"][k], atol=5e-6, rtol=0)
         assert stats["grad_norm"] == pytest.approx(float(data["gradnorm"][k]), abs=5e-6)
@@ -194,7 +194,7 @@ def register(entry_point, **options) -> str:
 
 def quick_args(env_id: str, folder, **changes):
     settings = {"num_envs": 2, "num_steps": 16, "eval_episodes": 0, "total_timesteps": 64, "device": "cpu"}
-    return md.Args(env_id=env_id, run_dir=str(folder), **settings | changes)
+    return ppo.Args(env_id=env_id, run_dir=str(folder), **settings | changes)
 
 
 LOW, HIGH = np.array([-1.7, 0.1, -3.0]), np.array([0.3, 0.7, -1.0])
@@ -226,7 +226,7 @@ CASES = {
 def test_action_space(case, tmp_path):
     space, sizes, low, high = CASES[case]
     env_id = register(Strict, action_space=space)
-    envs = md.make_envs(quick_args(env_id, tmp_path, bins=5), 2)
+    envs = ppo.make_envs(quick_args(env_id, tmp_path, bins=5), 2)
     np.testing.assert_array_equal(envs.single_action_space.nvec, sizes)
     for choices, expected in ((np.zeros_like(sizes), low), (np.array(sizes) - 1, high)):
         envs.reset(seed=0)
@@ -235,11 +235,11 @@ def test_action_space(case, tmp_path):
             np.testing.assert_array_equal(
                 env.unwrapped.seen[-1].ravel(), expected
             )  # the bounds themselves, to the last bit
-    assert md.train(quick_args(env_id, tmp_path, bins=5))["global_step"] == 64
+    assert ppo.train(quick_args(env_id, tmp_path, bins=5))["global_step"] == 64
 
 
 def test_bins_are_equally_spaced():
-    env = md.Components(Strict(Box(LOW, HIGH, dtype=np.float64)), 5)
+    env = ppo.Components(Strict(Box(LOW, HIGH, dtype=np.float64)), 5)
     env.reset()
     for choice in range(5):
         env.step(np.array([choice, 4 - choice, 2]))
@@ -260,8 +260,8 @@ def test_bins_are_equally_spaced():
 )
 def test_other_spaces_are_refused(space, message, tmp_path):
     env_id = register(Strict, action_space=space)
-    with pytest.raises(md.UsageError, match=re.escape(message)):
-        md.train(quick_args(env_id, tmp_path))
+    with pytest.raises(ppo.UsageError, match=re.escape(message)):
+        ppo.train(quick_args(env_id, tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -323,7 +323,7 @@ def test_masked_agent_learns_and_never_acts_illegally(doors, tmp_path):
     for masked in (True, False):
         Doors.illegal = 0
         settings = {"num_envs": 8, "num_steps": 64, "total_timesteps": 20_480, "learning_rate": 1e-3, "clip_coef": 0.2}
-        results = md.train(quick_args(doors(), tmp_path, mask_actions=masked, eval_episodes=10, **settings))
+        results = ppo.train(quick_args(doors(), tmp_path, mask_actions=masked, eval_episodes=10, **settings))
         returns[masked], illegal[masked] = results["episodic_return"], Doors.illegal
         assert len(results["eval_returns"]) == 10
     print(f"returns {returns}, illegal {illegal}")
@@ -332,15 +332,15 @@ def test_masked_agent_learns_and_never_acts_illegally(doors, tmp_path):
 
 
 def capture_batches(monkeypatch) -> list:
-    batches, update = [], md.update
+    batches, update = [], ppo.update
 
     def record(agent, optimizer, batch, *rest):
-        batch = md.Batch(*(x.clone() for x in batch))  # the next rollout overwrites it
+        batch = ppo.Batch(*(x.clone() for x in batch))  # the next rollout overwrites it
         with torch.no_grad():
             batches.append((batch, *agent(batch.obs, batch.masks), agent(batch.obs)[0]))
         return update(agent, optimizer, batch, *rest)
 
-    monkeypatch.setattr(md, "update", record)
+    monkeypatch.setattr(ppo, "update", record)
     return batches
 
 
@@ -348,7 +348,7 @@ def capture_batches(monkeypatch) -> list:
 def test_rollout_keeps_the_masks_that_were_used(doors, tmp_path, monkeypatch):
     batches = capture_batches(monkeypatch)
     args = quick_args(doors(), tmp_path, num_envs=3, num_steps=20, total_timesteps=240, learning_rate=1e-2)
-    md.train(args)
+    ppo.train(args)
     assert len(batches) == 4
     for batch, dist, _, free in batches:  # episodes of 8 steps end within each rollout
         np.testing.assert_array_equal(batch.masks, batch.obs == 1)  # after an end, those of the new episode
@@ -363,8 +363,8 @@ def test_rollout_keeps_the_masks_that_were_used(doors, tmp_path, monkeypatch):
 @pytest.mark.auxiliary(4)
 def test_masks_are_off_without_mask_at_reset(tmp_path, monkeypatch, doors):
     batches = capture_batches(monkeypatch)
-    md.train(quick_args(register(Strict, action_space=MultiDiscrete([2, 3])), tmp_path))
-    md.train(quick_args(doors(), tmp_path, mask_actions=False))
+    ppo.train(quick_args(register(Strict, action_space=MultiDiscrete([2, 3])), tmp_path))
+    ppo.train(quick_args(doors(), tmp_path, mask_actions=False))
     for batch, dist, *_ in batches:
         assert batch.masks.shape == (32, 1) and batch.masks.all()
         np.testing.assert_allclose((dist.log_prob(batch.actions) - batch.log_probs).exp(), 1, atol=1e-6)
@@ -381,8 +381,8 @@ def test_masks_are_off_without_mask_at_reset(tmp_path, monkeypatch, doors):
     ],
 )
 def test_missing_mask_stops_the_run(forget, message, doors, tmp_path):
-    with pytest.raises(md.UsageError, match=message):
-        md.train(quick_args(doors(forget=forget), tmp_path))
+    with pytest.raises(ppo.UsageError, match=message):
+        ppo.train(quick_args(doors(forget=forget), tmp_path))
     assert not list(tmp_path.glob("*/checkpoint.pt"))
 
 
@@ -390,8 +390,8 @@ def test_missing_mask_stops_the_run(forget, message, doors, tmp_path):
 def test_mask_of_another_size_is_refused(doors, tmp_path, monkeypatch):
     env_id = doors()
     monkeypatch.setattr(Doors, "action_space", MultiDiscrete([16, 17]))
-    with pytest.raises(md.UsageError, match="of 33 values"):
-        md.train(quick_args(env_id, tmp_path))
+    with pytest.raises(ppo.UsageError, match="of 33 values"):
+        ppo.train(quick_args(env_id, tmp_path))
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def test_compiled_update_is_the_same(doors, tmp_path):
     weights = []
     for compiled in (False, True):
         args = quick_args(doors(), tmp_path, compile=compiled, total_timesteps=128)
-        folder = md.train(args)["run_folder"]
+        folder = ppo.train(args)["run_folder"]
         weights.append(torch.load(folder / "checkpoint.pt", weights_only=True)["agent"])
     assert weights[0].keys() == weights[1].keys()
     for name in weights[0]:

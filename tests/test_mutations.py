@@ -3,14 +3,19 @@
 import math
 
 import pytest
-from checks import CHECKS
-from helpers import SCRIPTS, load, mutate, quick_args
+from checks import BORROWED, CHECKS
+from helpers import ROOT, SCRIPTS, load, mutate, quick_args
 
-# detail: its wrong forms, as (text in the script, what stands there instead)
+# detail: its wrong forms, as (text in the script, what stands there instead); a script has at least one of each
 MUTATIONS = {
-    "1": [("obs[0] = obs[-1]\n", "obs[0] = torch.from_numpy(envs.reset()[0])\n")],  # every rollout starts anew
+    "1": [  # every rollout starts anew
+        ("obs[0] = obs[-1]\n", "obs[0] = torch.from_numpy(envs.reset()[0])\n"),
+        ("obs[0], masks[0] = obs[-1], masks[-1]", "obs[0] = torch.from_numpy(envs.reset()[0])"),
+    ],
     "2": [
         ("int(action_space.n), 0.01)", "int(action_space.n), 1.0)"),  # the policy head like any layer
+        ("action_space.shape[0], 0.01)", "action_space.shape[0], 1.0)"),
+        ("int(action_space.nvec.sum()), 0.01)", "int(action_space.nvec.sum()), 1.0)"),
         ("nn.init.orthogonal_(layer.weight, gain)", "nn.init.xavier_uniform_(layer.weight, gain)"),
         ("    nn.init.zeros_(layer.bias)\n", ""),  # torch's default biases
     ],
@@ -45,30 +50,74 @@ MUTATIONS = {
         ("return torch.stack(stats).mean(0)", "return stats[-1]"),  # only the last minibatch
     ],
     "13": [("None if shared_network else make_trunk(obs_space.shape[0])", "None")],  # always shared
+    "23": [("self.log_std.exp() * noise", "self.log_std.square().exp() * noise")],  # the logarithm of what?
+    "24": [
+        ("nn.Parameter(torch.zeros(1, action_space.shape[0]))", "nn.Buffer(torch.zeros(1, action_space.shape[0]))"),
+        ("torch.zeros(1, action_space.shape[0])", "torch.full((1, action_space.shape[0]), -0.5)"),  # another start
+    ],
+    "25": [("0.5 * math.log(2 * math.pi)).sum(-1)", "0.5 * math.log(2 * math.pi)).mean(-1)")],
+    "26": [("None if shared_network else make_trunk(obs_space.shape[0])", "None if shared_network else self.actor")],
+    "27": [
+        (
+            ".sample(generator)\n                    next_obs",
+            ".sample(generator).clamp(-1, 1)\n                    next_obs",
+        )
+    ],
+    "28": [
+        ("- stats[0]) / np.sqrt(stats[1] + 1e-8)", "- stats[0]) / (stats[1] + 1e-8)"),  # by the variance
+        ("squares = var * count + np.square(x - batch_mean).sum(0) +", "squares = var * count +"),  # means alone
+    ],
+    "29": [
+        ("return normalized.clip(-10, 10)", "return normalized"),
+        ("normalized.clip(-10, 10)", "normalized.clip(-5, 5)"),
+    ],
+    "30": [
+        ("scaled = rewards / np.sqrt", 'scaled = (rewards - self.stats["reward"][0]) / np.sqrt'),  # the mean, too
+        ("self.discounted[terminated | truncated] = 0", "pass"),  # never cleared
+        ("self.discounted * self.gamma + rewards", "self.discounted * 0.99 + rewards"),  # not the agent's gamma
+    ],
+    "31": [("scaled = scaled.clip(-10, 10)", "pass")],
+    "37": [("squeeze(-1) * self.counts).sum(-1)", "squeeze(-1) * self.counts).mean(-1)")],
     "auxiliary 1": [("args.clip_coef * remaining if args.anneal_clip", "args.clip_coef if args.anneal_clip")],
     "auxiliary 3": [("if args.target_kl is not None and", "if args.target_kl and")],  # 0 taken for off
+    "auxiliary 4": [
+        ("self.counts = logits.amax(-1) > ILLEGAL", "self.counts = logits.amax(-1) > 2 * ILLEGAL"),  # all count
+        ("ILLEGAL, PADDING = -1e8, -1e9", "ILLEGAL, PADDING = -1.0, -1e9"),  # only less likely
+    ],
 }
 
 
 def cases():
     for name, script in SCRIPTS.items():
+        text = (ROOT / f"{name}.py").read_text()
         for tag, forms in MUTATIONS.items():
             kind, number = ("auxiliary", tag.split()[1]) if " " in tag else ("details", tag)
             if int(number) in getattr(script, kind):
                 for k, (old, new) in enumerate(forms):
-                    yield pytest.param(name, tag, old, new, id=f"{name}-{tag.replace(' ', '-')}-{k}")
+                    if old in text:
+                        yield name, tag, k, old, new
 
 
-@pytest.mark.parametrize(("name", "tag", "old", "new"), list(cases()))
-def test_mutation_is_caught(name, tag, old, new, tmp_path):
+CASES = list(cases())
+
+
+@pytest.mark.parametrize(("name", "tag", "k", "old", "new"), CASES, ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in CASES])
+def test_mutation_is_caught(name, tag, k, old, new, tmp_path):
     mutant = mutate(name, old, new)
     results = mutant.train(quick_args(mutant, tmp_path))  # it is a plausible program: it trains
     assert results["global_step"] > 0 and math.isfinite(results["episodic_return"])
+    check = (CHECKS | BORROWED)[tag]
     with pytest.raises(AssertionError):
-        CHECKS[tag](mutant, tmp_path)
-    CHECKS[tag](load(name), tmp_path)
+        check(mutant, tmp_path)
+    check(load(name), tmp_path)
 
 
 def test_every_detail_of_every_script_has_a_mutation():
-    for script in SCRIPTS.values():
-        assert {str(n) for n in script.details} | {f"auxiliary {n}" for n in script.auxiliary} <= MUTATIONS.keys()
+    for name, script in SCRIPTS.items():
+        held = {str(n) for n in script.details} | {f"auxiliary {n}" for n in script.auxiliary}
+        assert held - {tag for script_name, tag, *_ in CASES if script_name == name} == set()
+
+
+def test_every_mutation_is_used():
+    used = {(tag, k) for _, tag, k, *_ in CASES}
+    assert used == {(tag, k) for tag, forms in MUTATIONS.items() for k in range(len(forms))}

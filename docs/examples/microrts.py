@@ -10,12 +10,14 @@ them, and ends with the process: closing an environment leaves it running, since
 draws its own random numbers: the opponent does not follow the seed.
 """
 
+import os
 import sys
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, MultiDiscrete
 
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-Xrs")  # leave Ctrl-C and SIGTERM to Python, which saves a checkpoint
 sys.modules.setdefault("gym", gym)  # for gym-microrts
 from gym_microrts import microrts_ai  # noqa: E402
 from gym_microrts.envs.vec_env import MicroRTSGridModeVecEnv  # noqa: E402
