@@ -1,14 +1,14 @@
 """PPO for vector observations and actions of several independent components: MultiDiscrete, MultiBinary, Box in bins.
 
-    python ppo_multidiscrete.py                                    # HalfCheetah-v5, every joint in 11 bins, 1M steps
+    python ppo_multidiscrete.py                                    # Hopper-v5, each joint in 11 bins, 1M steps
     python ppo_multidiscrete.py --env-id MODULE:ID --num-envs 24   # your own simulator; every flag: --help
     python ppo_multidiscrete.py --resume runs/RUN_FOLDER           # go on with a run, or watch it: add --capture-video
 
 What to expect: MEASURED
 
 It is ppo_classic.py with another action distribution: one categorical per component, whose log-probabilities and
-entropies add up (Vinyals et al. 2019; Berner et al. 2019), so that 11 choices for each of 6 joints take 66 outputs
-and not 11^6. If the environment lists its legal actions in info["action_mask"] at every reset and step, one 0 or 1
+entropies add up (Vinyals et al. 2019; Berner et al. 2019), so that 11 choices for each of 3 joints take 33 outputs
+and not 11^3. If the environment lists its legal actions in info["action_mask"] at every reset and step, one 0 or 1
 for each choice of each component in turn, illegal ones are never taken (Vinyals et al. 2017; Huang and Ontanon 2020).
 The details of the official implementation (openai/baselines, ppo2), each marked at its line:
 
@@ -66,7 +66,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Args:
-    env_id: str = "HalfCheetah-v5"  # gymnasium environment id; "module:id" imports the module first
+    env_id: str = "Hopper-v5"  # gymnasium environment id; "module:id" imports the module first
     total_timesteps: int = 1_000_000  # environment steps in all, over all sub-environments
     learning_rate: float = 2.5e-4  # Adam's step size at the start
     num_envs: int = 8  # sub-environments stepped together (N)
