@@ -390,7 +390,7 @@ def update(
         # Detail 6: minibatch updates - shuffled anew in each epoch, every sample used once in each
         rows = torch.randperm(len(batch.obs), generator=generator, device=generator.device)
         for minibatch in rows.split(len(rows) // args.num_minibatches):
-            samples = Batch(*(x[minibatch] for x in batch))
+            samples = Batch(*(x.index_select(0, minibatch) for x in batch))  # faster than x[minibatch]
             stats.append(update_minibatch(agent, optimizer, samples, clip_coef, args, backward))
         # Auxiliary 3: early stopping - no further epoch once the policy has moved target_kl away, by the mean of k3
         if args.target_kl is not None and torch.stack(stats[-args.num_minibatches :])[:, 4].mean() > args.target_kl:

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Toy, golden, make_agent, make_batch, quick_args
+from helpers import Toy, golden, make_agent, make_batch, quick_args, toy_envs
 
 CHECKS: dict[str, Callable[[ModuleType, Path], None]] = {}
 
@@ -71,7 +71,8 @@ def loss_case(module: ModuleType, **changes):
 def vectorized(module, folder):
     Toy.resets = 0
     args = quick_args(module, folder, iterations=3, num_steps=16)
-    module.train(args)
+    with toy_envs(module):
+        module.train(args)
     # N sub-environments for 48 steps in episodes of 3: one reset at the start and one after each episode
     assert Toy.resets == args.num_envs * (1 + 48 // 3)
 
@@ -133,13 +134,13 @@ def advantages(module, folder):
 def minibatches(module, folder):
     agent = make_agent(module)
     batch = make_batch(module, agent, size=64)
-    batch = batch._replace(obs=torch.arange(64.0)[:, None].expand(64, 2))
+    batch = batch._replace(returns=torch.arange(64.0))
     args, calls = quick_args(module, folder, update_epochs=3, num_minibatches=4), []
     undo = record(module, "update_minibatch", calls)
     optimizer, generator = module.Adam(agent.parameters(), lr=0.0, fused=True), torch.Generator().manual_seed(0)
     module.update(agent, optimizer, batch, torch.tensor(0.2), args, module.backward, generator)
     undo()
-    rows = np.array([call[2].obs[:, 0].int().tolist() for call in calls])
+    rows = np.array([call[2].returns.int().tolist() for call in calls])
     assert rows.shape == (12, 16)
     epochs = rows.reshape(3, 64)
     assert all(sorted(epoch) == list(range(64)) for epoch in epochs.tolist())  # each sample once an epoch
@@ -280,6 +281,15 @@ BORROWED = {
     "29": borrow("test_continuous", ("test_normalizer",)),
     "30": borrow("test_continuous", ("test_normalizer",), ("test_scaled_and_clipped_rewards", 0.5)),
     "31": borrow("test_continuous", ("test_normalizer",)),
+    "14": borrow("test_atari", ("test_noops",)),
+    "15": borrow("test_atari", ("test_frame_skip",), ("test_same_as_official_wrappers", "pong", 300)),
+    "16": borrow("test_atari", ("test_a_lost_life_is_terminal_but_the_game_goes_on",)),
+    "17": borrow("test_atari", ("test_hidden_steps", "breakout", [1, 2])),
+    "18": borrow("test_atari", ("test_image",)),
+    "19": borrow("test_atari", ("test_rewards_are_signs_and_scores_are_raw",)),
+    "20": borrow("test_atari", ("test_frame_stack", 4)),
+    "21": borrow("test_atari", ("test_network",)),
+    "22": borrow("test_atari", ("test_images_are_scaled_inside_the_network",)),
     "37": borrow("test_multidiscrete", ("test_zero_logits",)),
     "auxiliary 4": borrow(
         "test_multidiscrete",

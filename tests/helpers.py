@@ -1,19 +1,24 @@
 """What the tests share: the table of scripts, toy environments and ways to run a script."""
 
+import contextlib
 import functools
 import importlib
 import types
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 ROOT = Path(__file__).parents[1]
 CORE = set(range(1, 14))
+VECTORS = Box(-np.inf, np.inf, (2,), np.float32)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,11 @@ class Script:
     lines: int  # at most
     action_space: gym.Space  # of its toy environment
     env_id: str  # a quick one of gymnasium's own
+    obs_space: Box = field(default_factory=lambda: VECTORS)  # of its toy environment
+
+    @property
+    def images(self) -> bool:
+        return self.obs_space.dtype == np.uint8
 
 
 SCRIPTS = {
@@ -35,6 +45,15 @@ SCRIPTS = {
     ),
     "ppo_multidiscrete": Script(
         "ppo_classic", CORE | {37}, {1, 3, 4}, 710, MultiDiscrete([3, 2]), "InvertedPendulum-v5"
+    ),
+    "ppo_atari": Script(
+        "ppo_classic",
+        CORE - {13} | set(range(14, 23)),
+        {1, 3},
+        750,
+        Discrete(4),
+        "breakout",
+        Box(0, 255, (84, 84, 4), np.uint8),
     ),
 }
 
@@ -65,10 +84,9 @@ class Toy(gym.Env):
     """Episodes of three steps: the observation is the number of steps and noise, the reward is 1. Counts its resets."""
 
     resets = 0
-    observation_space = Box(-np.inf, np.inf, (2,), np.float32)
 
-    def __init__(self, action_space: gym.Space, render_mode: str | None = None) -> None:
-        self.action_space, self.render_mode = action_space, render_mode
+    def __init__(self, obs_space: Box, action_space: gym.Space, render_mode: str | None = None) -> None:
+        self.observation_space, self.action_space, self.render_mode = obs_space, action_space, render_mode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -82,22 +100,48 @@ class Toy(gym.Env):
         return self.observe(), 1.0, self.steps == 3, False, {}
 
     def observe(self):
+        if self.observation_space.dtype == np.uint8:
+            return np.full(self.observation_space.shape, 10 * self.steps, np.uint8)
         return np.array([self.steps, self.np_random.normal()], np.float32)
 
 
 def toy_id(name: str) -> str:
-    """Returns the id of the toy environment with the action space of a script."""
+    """Returns the id of the toy environment with the spaces of a script."""
     return f"Toy-{name}-v0"
 
 
 for _name, _script in SCRIPTS.items():
-    gym.register(toy_id(_name), entry_point=Toy, kwargs={"action_space": _script.action_space})
+    _spaces = {"obs_space": _script.obs_space, "action_space": _script.action_space}
+    gym.register(toy_id(_name), entry_point=Toy, kwargs=_spaces)
+
+
+def script_of(module: types.ModuleType) -> tuple[str, Script]:
+    name = module.__name__.removesuffix("_mutant")
+    return name, SCRIPTS[name]
+
+
+@contextlib.contextmanager
+def toy_envs(module: types.ModuleType) -> Iterator[None]:
+    """Puts the toy environment in place of the emulators of a script that makes no others."""
+    name, script = script_of(module)
+
+    def make_envs(args, num_envs, video=None):
+        make, same_step = [lambda: gym.make(toy_id(name))] * num_envs, gym.vector.AutoresetMode.SAME_STEP
+        envs = RecordEpisodeStatistics(gym.vector.SyncVectorEnv(make, autoreset_mode=same_step))
+        envs.protocol = "toy"
+        return envs
+
+    with pytest.MonkeyPatch.context() as patch:
+        if script.images:
+            patch.setattr(module, "make_envs", make_envs)
+        yield
 
 
 def quick_args(module: types.ModuleType, folder: Path, iterations: int = 2, **changes: Any) -> Any:
     """Returns the Args of a short training on the toy environment."""
-    name = module.__name__.removesuffix("_mutant")
-    settings = {"env_id": toy_id(name), "eval_episodes": 0, "run_dir": str(folder), "device": "cpu"}
+    name, script = script_of(module)
+    env_id = script.env_id if script.images else toy_id(name)
+    settings = {"env_id": env_id, "eval_episodes": 0, "run_dir": str(folder), "device": "cpu"}
     settings |= {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 4} | changes
     settings.setdefault("total_timesteps", iterations * settings["num_envs"] * settings["num_steps"])
     return module.Args(**settings)
@@ -105,15 +149,20 @@ def quick_args(module: types.ModuleType, folder: Path, iterations: int = 2, **ch
 
 def make_agent(module: types.ModuleType, seed: int = 0, **options: Any) -> torch.nn.Module:
     torch.manual_seed(seed)
-    name = module.__name__.removesuffix("_mutant")
-    return module.Agent(Box(-np.inf, np.inf, (2,), np.float32), SCRIPTS[name].action_space, **options)
+    _, script = script_of(module)
+    return module.Agent(script.obs_space, script.action_space, **options)
 
 
 def make_batch(module: types.ModuleType, agent: torch.nn.Module, size: int = 64, noise: float = 0.5) -> Any:
     """Returns a batch whose old policy and values differ from the agent's by `noise`."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator)
-    obs = draw(size, 2)
+    shape = script_of(module)[1].obs_space.shape
+    obs = (
+        draw(size, *shape)
+        if len(shape) == 1
+        else torch.randint(256, (size, *shape), dtype=torch.uint8, generator=generator)
+    )
     with torch.no_grad():
         dist, value = agent(obs)
         actions = dist.sample(generator)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, SCRIPTS, load, quick_args, toy_id
+from helpers import ROOT, SCRIPTS, load, quick_args, toy_envs, toy_id
 
 FAST = "--total-timesteps 64 --num-envs 2 --num-steps 16 --num-minibatches 2 --eval-episodes 1"
 
@@ -183,7 +183,8 @@ def test_curves(name, tmp_path):
     """Every curve of the interface, one point an iteration, over environment steps."""
     module = load(name)
     args = quick_args(module, tmp_path, 4, eval_episodes=2)
-    result = module.train(args)
+    with toy_envs(module):
+        result = module.train(args)
     curves = read_curves(result["run_folder"])
     losses = [*module.STATS, "explained_variance"]
     expected = {f"losses/{x}" for x in losses} | {"charts/episodic_return", "charts/episodic_length"}

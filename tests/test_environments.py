@@ -11,7 +11,7 @@ import pytest
 import torch
 from checks import record
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Sequence, Tuple
-from helpers import ROOT, SCRIPTS, load, quick_args
+from helpers import ROOT, SCRIPTS, load, quick_args, toy_envs
 
 
 class Spaces(gym.Env):
@@ -119,7 +119,8 @@ def test_every_stored_row_is_a_real_step(name, tmp_path):
     module, batches = load(name), []
     undo = record(module, "update", batches)
     args = quick_args(module, tmp_path)
-    result = module.train(args)
+    with toy_envs(module):
+        result = module.train(args)
     undo()
     assert result["episodic_return"] == 3.0
     obs = batches[1][2].obs.view(args.num_steps, args.num_envs, -1)[:, 0, 0]

@@ -38,6 +38,6 @@ def test_samples_differ_from_call_to_call(name):
     module = load(name)
     agent = make_agent(module).to("cuda")
     generator = torch.Generator("cuda").manual_seed(0)
-    obs = torch.zeros(64, 2, device="cuda")
+    obs = make_batch(module, make_agent(module)).obs.to("cuda")
     samples = {tuple(agent.policy(obs).sample(generator).flatten().tolist()) for _ in range(100)}
     assert len(samples) == 100

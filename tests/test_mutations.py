@@ -14,6 +14,7 @@ MUTATIONS = {
     ],
     "2": [
         ("int(action_space.n), 0.01)", "int(action_space.n), 1.0)"),  # the policy head like any layer
+        ("int(action_space.n)), 0.01)", "int(action_space.n)), 1.0)"),
         ("action_space.shape[0], 0.01)", "action_space.shape[0], 1.0)"),
         ("int(action_space.nvec.sum()), 0.01)", "int(action_space.nvec.sum()), 1.0)"),
         ("nn.init.orthogonal_(layer.weight, gain)", "nn.init.xavier_uniform_(layer.weight, gain)"),
@@ -50,6 +51,20 @@ MUTATIONS = {
         ("return torch.stack(stats).mean(0)", "return stats[-1]"),  # only the last minibatch
     ],
     "13": [("None if shared_network else make_trunk(obs_space.shape[0])", "None")],  # always shared
+    "14": [('while info["episode_frame_number"].item() == 0', "while False")],  # the emulator's own 0 to 30
+    "15": [('"maxpool": True', '"maxpool": False'), ('"frameskip": 4', '"frameskip": 3')],
+    "16": [("terminated[i] = life_lost or game_over", "terminated[i] = game_over")],
+    "17": [("self.start = [1, 2]", "self.start = [1]")],  # FIRE alone
+    "18": [("return frame[0, 0], reward", "return frame[0, 0].T, reward")],  # width before height
+    "19": [("rewards[i] = np.sign(reward)", "rewards[i] = reward")],
+    "20": [("self.stack[i] = 0", "self.stack[i] = frame[..., None]")],  # the first frame repeated
+    "21": [
+        (
+            "orthogonal(nn.Linear(3136, 512), math.sqrt(2)), nn.ReLU())",
+            "orthogonal(nn.Linear(3136, 512), math.sqrt(2)))",
+        )
+    ],
+    "22": [(".div_(255)", ".div_(1)")],
     "23": [("self.log_std.exp() * noise", "self.log_std.square().exp() * noise")],  # the logarithm of what?
     "24": [
         ("nn.Parameter(torch.zeros(1, action_space.shape[0]))", "nn.Buffer(torch.zeros(1, action_space.shape[0]))"),
