@@ -25,7 +25,14 @@ class Curve(NamedTuple):
         return worst - 0.15 * (worst - self.without_learning)
 
 
-CURVES = {"cartpole": Curve("ppo_classic", {"env_id": "CartPole-v1", "total_timesteps": 100_000}, [0.0] * 5, 0.0)}
+CURVES = {
+    "cartpole": Curve(
+        "ppo_classic",
+        {"env_id": "CartPole-v1", "total_timesteps": 100_000},
+        reached=[234.8, 287.0, 237.4, 318.1, 304.6],
+        without_learning=22.0,
+    )
+}
 SEED = 1
 
 
