@@ -96,7 +96,7 @@ class Args:
     compile: bool = False  # compile the loss and its gradient (about a minute at the start)
     track: bool = False  # log to Weights & Biases too
     capture_video: bool = False  # record the evaluation episodes
-    eval_episodes: int = 10  # episodes of the evaluation after training; 0: none
+    eval_episodes: int = 10  # episodes of the evaluation after training, which waits for their ends; 0: none
     checkpoint_every: int = 100  # iterations between checkpoints; 0: only at the end
     resume: str | None = None  # run folder (or its checkpoint.pt) to continue
     run_dir: str = "runs"  # where run folders are made
@@ -121,8 +121,10 @@ class Args:
                     raise UsageError(f"--{flag} {value}: must be {rule}, such as {default}")
 
         check("total_timesteps num_envs num_steps", lambda x: x >= 1, "at least 1")
-        check("num_minibatches update_epochs threads", lambda x: x >= 1, "at least 1")
-        check("eval_episodes checkpoint_every seed", lambda x: x >= 0, "0 or more")
+        check("num_minibatches update_epochs", lambda x: x >= 1, "at least 1")
+        check("threads", lambda x: 1 <= x <= 1024, "between 1 and 1024")
+        check("eval_episodes checkpoint_every", lambda x: x >= 0, "0 or more")
+        check("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647")
         check("bins", lambda x: x >= 2, "at least 2")
         check("gamma gae_lambda", lambda x: 0 <= x <= 1, "between 0 and 1")
         check("learning_rate ent_coef vf_coef", lambda x: 0 <= x < math.inf, "a finite number, 0 or more")
@@ -168,17 +170,18 @@ class Components(gym.ActionWrapper):
         return self.values[self.rows, action].reshape(self.env.action_space.shape)
 
 
-def make_env(env_id: str, bins: int, video: Path | None) -> gym.Env:
+def make_env(args: Args, video: Path | None) -> gym.Env:
     """Makes one sub-environment: vector observations, actions (C,). Films its first episode if `video` is a name."""
-    if multiprocessing.parent_process() is not None:
+    if args.async_envs and multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches workers too, but the main process ends them
-    env = gym.make(env_id, render_mode="rgb_array" if video else None)
+    options: dict[str, Any] = {"render_mode": "rgb_array"} if video else {}
+    env = gym.make(args.env_id, **options)
     if video:
         env = gym.wrappers.RecordVideo(env, str(video.parent), lambda episode: episode == 0, name_prefix=video.name)
     if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     if isinstance(env.action_space, MultiDiscrete | MultiBinary | Box):
-        env = Components(env, bins)
+        env = Components(env, args.bins)
     return env
 
 
@@ -189,7 +192,7 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> gym.vecto
     one's last in info["final_obs"]. info["episode"] has the return "r" and length "l" of the episodes that ended, under
     the mask info["_episode"]. Observations are overwritten by the next step. Raises UsageError.
     """
-    make = [lambda: make_env(args.env_id, args.bins, video)] * num_envs
+    make = [lambda: make_env(args, video)] * num_envs
     options: dict[str, Any] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
     try:
         if args.async_envs:  # forkserver: a fork of this process, with torch's threads, could deadlock
@@ -197,7 +200,8 @@ def make_envs(args: Args, num_envs: int, video: Path | None = None) -> gym.vecto
         else:
             envs = gym.vector.SyncVectorEnv(make, **options)
     except Exception as error:
-        hint = "; --async-envs gives each its own process" if isinstance(error, RuntimeError) else ""
+        several = isinstance(error, RuntimeError) and num_envs > 1 and not args.async_envs
+        hint = "; --async-envs gives each its own process" if several else ""
         raise UsageError(f"--env-id {args.env_id}: {error}{hint}") from error
     if not isinstance(space := envs.single_observation_space, Box):
         raise UsageError(f"--env-id {args.env_id}: observations of varying size are not supported: {space}")
@@ -290,12 +294,12 @@ class Agent(nn.Module):
 
 
 class Adam(torch.optim.Adam):
-    """Adam as TensorFlow computes it: epsilon is added before the bias correction, so torch's must shrink to 1e-5."""
+    """Adam as TensorFlow computes it: with epsilon added before the bias correction, not after it as in torch."""
 
     def step(self, closure=None):
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
-            # Detail 3: Adam's epsilon of 1e-5 - in torch's terms 3.2e-4 at the first step, 1.3e-5 at the thousandth
+            # Detail 3: Adam's epsilon of 1e-5 - in torch's terms 1e-5 / sqrt(1 - beta2^t), 3.2e-4 in the first step t
             group["eps"] = 1e-5 / math.sqrt(1 - group["betas"][1] ** group["steps"])
         return super().step(closure)
 
@@ -492,7 +496,7 @@ def evaluate(agent: Agent, args: Args, seeds: list[int], stop: Sequence[int], vi
         if "episode" in info:
             returns = {int(i): float(info["episode"]["r"][i]) for i in np.flatnonzero(info["_episode"])} | returns
     envs.close()
-    return list(returns.values())
+    return [returns[i] for i in sorted(returns)]
 
 
 ENVIRONMENTS, SAMPLES, EVALUATION = range(3)  # streams of random numbers
@@ -520,10 +524,8 @@ class Run:
 
     def __init__(self, args: Args, envs: gym.vector.VectorEnv, folder: Path | None, iteration: int) -> None:
         name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}"
-        self.args, self.envs = args, envs
-        self.folder = folder or Path(
-            args.run_dir, re.sub(r"[^\w.-]+", "_", name)
-        )  # a name that every file system takes
+        safe_name = re.sub(r"[^\w.-]+", "_", name)  # every file system takes it
+        self.args, self.envs, self.folder = args, envs, folder or Path(args.run_dir).expanduser() / safe_name
         try:
             self.folder.mkdir(parents=True, exist_ok=folder is not None)  # a new run never shares a folder
         except OSError as error:
@@ -588,13 +590,17 @@ class Run:
                 returns += evaluate(agent, args, [seed], stop, self.folder / "videos" / f"step-{step}-{number}")
         elif seeds:
             returns = evaluate(agent, args, seeds, stop)
+        if stop:
+            returns = []  # cut short: the longest episodes are missing
         training_return = float(np.mean(self.recent)) if self.recent else math.nan
         state = f", return {training_return:.1f} (last {len(self.recent)} episodes)" if self.recent else ""
         print(f"step {step:,} of {self.total:,} after {time.perf_counter() - self.started:,.0f} s{state}")
         if returns:
             self.writer.add_scalar("eval/episodic_return", np.mean(returns), step)
             print(f"evaluation: return {np.mean(returns):.1f} +- {np.std(returns):.1f} ({len(returns)} episodes)")
-        print(f"curves: tensorboard --logdir {args.run_dir}\nwatch or go on: python {SCRIPT}.py --resume {self.folder}")
+        print(f"curves: tensorboard --logdir {self.folder.parent}")
+        if (self.folder / "checkpoint.pt").exists():
+            print(f"watch or go on: python {SCRIPT}.py --resume {self.folder}")
         results = {"run_folder": self.folder, "global_step": step, "eval_returns": returns}
         return results | {"episodic_return": training_return}
 
@@ -603,8 +609,9 @@ def save_checkpoint(folder: Path, iteration: int, args: Args, **parts: Any) -> N
     """Writes checkpoint.pt whole or not at all; it holds tensors and plain values only."""
     state = {"script": SCRIPT, "args": asdict(args), "iteration": iteration, "global_step": iteration * args.batch_size}
     state |= {name: part.state_dict() for name, part in parts.items()}
-    torch.save(state, folder / "checkpoint.pt.part")
-    os.replace(folder / "checkpoint.pt.part", folder / "checkpoint.pt")
+    part = folder / f"checkpoint.pt.{os.getpid()}"
+    torch.save(state, part)
+    os.replace(part, folder / "checkpoint.pt")
 
 
 def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
@@ -633,7 +640,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     resume = parser.parse_known_args(argv)[0].resume
-    if not resume:
+    if resume is None:
         return tyro.cli(Args, args=argv, description=__doc__)
     saved = Args(**load_checkpoint(resume)["args"])
     args = tyro.cli(Args, args=argv, default=saved)

@@ -226,3 +226,22 @@ def test_kill_leaves_a_whole_checkpoint(tmp_path):
             time.sleep(0.05)
     process.kill()
     process.communicate()
+
+
+def test_a_stop_cuts_the_evaluation_short_without_a_result(tmp_path, monkeypatch):
+    """The episodes that have ended by then are the short ones: their mean would mislead."""
+    module, stop = load("ppo_classic"), []
+    policy, calls = module.Agent.policy, []
+    args = quick_args(module, tmp_path, 2)
+    folder = module.train(args)["run_folder"]
+    monkeypatch.setattr(
+        module.Agent, "policy", lambda *a: calls.append(a) or (len(calls) > 1 and stop.append(2)) or policy(*a)
+    )
+    result = module.train(dataclasses.replace(args, resume=str(folder), eval_episodes=5), stop)
+    assert result["eval_returns"] == [] and len(calls) == 2
+
+
+def test_a_stop_before_the_first_iteration_promises_nothing(tmp_path, capsys):
+    module = load("ppo_classic")
+    result = module.train(quick_args(module, tmp_path, 2), [15])
+    assert result["global_step"] == 0 and "--resume" not in capsys.readouterr().out
