@@ -524,8 +524,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                 raise FloatingPointError(f"NaN or infinity in {', '.join(bad)} of iteration {iteration}")
             losses["explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
             run.log(iteration, learning_rate, losses)
-            if stop or iteration == args.num_iterations or iteration % (args.checkpoint_every or math.inf) == 0:
+            if iteration % (args.checkpoint_every or math.inf) == 0:
                 save_checkpoint(run.folder, iteration, args, **parts)
+        if iteration > resumed.get("iteration", 0):  # after the loop, so that no signal falls between test and save
+            save_checkpoint(run.folder, iteration, args, **parts)
         return run.finish(agent, iteration, stop)
 
 
@@ -668,9 +670,7 @@ def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
     """Returns the checkpoint of a run folder; restores the parts that are given. Raises UsageError."""
     file = Path(resume, "checkpoint.pt") if Path(resume).is_dir() else Path(resume)
     if not file.is_file():
-        raise UsageError(
-            f"--resume {resume}: no checkpoint.pt there; name a run folder, such as runs/{Args.env_id}__..."
-        )
+        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/{Args.env_id}__...")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         script, flags = state["script"], state["args"].keys()

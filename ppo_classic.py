@@ -4,8 +4,8 @@
     python ppo_classic.py --env-id Acrobot-v1 --seed 2     # every flag: --help
     python ppo_classic.py --resume runs/RUN_FOLDER         # go on with a run, or watch it: add --capture-video
 
-What to expect: CartPole-v1 is at 230 to 460 after 100k steps, at 500, its best, after 200k to 300k, and evaluated at
-497 in the end; Acrobot-v1 passes -100 at 200k and ends at -81. On two cores a training takes about two minutes.
+What to expect: CartPole-v1 is at 230 to 460 after 100k steps, at 500, its best, after 200k to 300k, evaluated at 497 in
+the end, in about two minutes. Acrobot-v1 passes -100 at 200k and ends at -81, in eight minutes on two busy cores.
 
 One iteration collects num_envs x num_steps transitions with the current policy, estimates advantages, and
 improves policy and value function by a few epochs of minibatch gradient steps on a clipped objective
@@ -408,8 +408,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                 raise FloatingPointError(f"NaN or infinity in {', '.join(bad)} of iteration {iteration}")
             losses["explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
             run.log(iteration, learning_rate, losses)
-            if stop or iteration == args.num_iterations or iteration % (args.checkpoint_every or math.inf) == 0:
+            if iteration % (args.checkpoint_every or math.inf) == 0:
                 save_checkpoint(run.folder, iteration, args, **parts)
+        if iteration > resumed.get("iteration", 0):  # after the loop, so that no signal falls between test and save
+            save_checkpoint(run.folder, iteration, args, **parts)
         return run.finish(agent, iteration, stop)
 
 
@@ -552,9 +554,7 @@ def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
     """Returns the checkpoint of a run folder; restores the parts that are given. Raises UsageError."""
     file = Path(resume, "checkpoint.pt") if Path(resume).is_dir() else Path(resume)
     if not file.is_file():
-        raise UsageError(
-            f"--resume {resume}: no checkpoint.pt there; name a run folder, such as runs/{Args.env_id}__..."
-        )
+        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/{Args.env_id}__...")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         script, flags = state["script"], state["args"].keys()

@@ -5,7 +5,7 @@
     python ppo_continuous.py --resume runs/RUN_FOLDER      # go on with a run, or watch it: add --capture-video
 
 What to expect: after 1M steps HalfCheetah-v4 is evaluated at 1300 and 1520 (two seeds), Hopper-v4 at 2730 and 2060, in
-10 to 20 minutes on a CPU core.
+15 to 21 minutes on a busy core.
 
 Read ppo_classic.py first: this is the same algorithm with a normal distribution in place of the categorical one, and
 with observations and rewards brought to a common scale. It follows the official implementation (openai/baselines,
@@ -481,8 +481,10 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
             losses["explained_variance"] = (1 - (returns - values).var() / returns.var()).item()
             run.log(iteration, learning_rate, losses)
             run.writer.add_scalar("charts/action_std", agent.log_std.exp().mean(), iteration * args.batch_size)
-            if stop or iteration == args.num_iterations or iteration % (args.checkpoint_every or math.inf) == 0:
+            if iteration % (args.checkpoint_every or math.inf) == 0:
                 save_checkpoint(run.folder, iteration, args, **parts)
+        if iteration > resumed.get("iteration", 0):  # after the loop, so that no signal falls between test and save
+            save_checkpoint(run.folder, iteration, args, **parts)
         return run.finish(agent, iteration, stop)
 
 
@@ -629,9 +631,7 @@ def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
     """Returns the checkpoint of a run folder; restores the parts that are given. Raises UsageError."""
     file = Path(resume, "checkpoint.pt") if Path(resume).is_dir() else Path(resume)
     if not file.is_file():
-        raise UsageError(
-            f"--resume {resume}: no checkpoint.pt there; name a run folder, such as runs/{Args.env_id}__..."
-        )
+        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/{Args.env_id}__...")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         script, flags = state["script"], state["args"].keys()

@@ -5,6 +5,7 @@ Thresholds: from the worst of five seeds (1 to 5), 15 % of the way towards the t
 """
 
 import sys
+import tempfile
 from typing import Any, NamedTuple
 
 import pytest
@@ -55,6 +56,7 @@ def test_it_does_not_without_learning(name, tmp_path):
 
 
 if __name__ == "__main__":
+    folder = tempfile.mkdtemp()
     for name in sys.argv[1:] or CURVES:
-        figures = [round(train(name, "/tmp/learning-curves", seed), 1) for seed in range(1, 6)]
-        print(name, figures, round(train(name, "/tmp/learning-curves", learning_rate=0.0), 1), file=sys.stderr)
+        figures = [round(train(name, folder, seed), 1) for seed in range(1, 6)]
+        print(name, figures, round(train(name, folder, learning_rate=0.0), 1), file=sys.stderr)
