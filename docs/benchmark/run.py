@@ -44,6 +44,9 @@ BENCHMARKS = {
     "hopper": Benchmark("ppo_continuous", "--env-id Hopper-v4 --compile", 2),
     "walker2d": Benchmark("ppo_continuous", "--env-id Walker2d-v4 --compile", 2),
     "bins": Benchmark("ppo_multidiscrete", "--total-timesteps 500000 --compile", 2),
+    "breakout": Benchmark("ppo_atari", "--env-id breakout --compile", 1, stop_at=1_000_000),
+    "pong": Benchmark("ppo_atari", "--env-id pong --compile", 1, stop_at=1_000_000),
+    "breakout-1-frame": Benchmark("ppo_atari", "--env-id breakout --frame-stack 1 --compile", 1, stop_at=500_000),
     "no-bins": Benchmark("ppo_continuous", "--total-timesteps 500000 --compile", 2),
 }
 
