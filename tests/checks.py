@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Toy, golden, make_agent, make_batch, quick_args, toy_envs
+from helpers import Toy, forward, golden, make_agent, make_batch, quick_args, toy_envs
 
 CHECKS: dict[str, Callable[[ModuleType, Path], None]] = {}
 
@@ -61,7 +61,7 @@ def loss_case(module: ModuleType, **changes):
     agent = make_agent(module)
     batch = make_batch(module, agent)
     args = SimpleNamespace(**{"norm_adv": True, "clip_vloss": True, "ent_coef": 0.1, "vf_coef": 0.5, **changes})
-    dist, value = agent(batch.obs)
+    dist, value = forward(agent, batch)
     loss, stats = module.ppo_loss(dist, value, batch, torch.tensor(0.2), args)
     expected, expected_stats = expected_loss(dist, value, batch, 0.2, args)
     return loss.item(), dict(zip(module.STATS, stats.tolist())), expected, dict(zip(module.STATS, expected_stats))
@@ -134,13 +134,13 @@ def advantages(module, folder):
 def minibatches(module, folder):
     agent = make_agent(module)
     batch = make_batch(module, agent, size=64)
-    batch = batch._replace(returns=torch.arange(64.0))
-    args, calls = quick_args(module, folder, update_epochs=3, num_minibatches=4), []
+    batch = batch._replace(returns=torch.arange(64.0).view_as(batch.returns))
+    args, calls = quick_args(module, folder, update_epochs=3, num_envs=4, num_minibatches=4), []
     undo = record(module, "update_minibatch", calls)
     optimizer, generator = module.Adam(agent.parameters(), lr=0.0, fused=True), torch.Generator().manual_seed(0)
     module.update(agent, optimizer, batch, torch.tensor(0.2), args, module.backward, generator)
     undo()
-    rows = np.array([call[2].returns.int().tolist() for call in calls])
+    rows = np.array([call[2].returns.int().flatten().tolist() for call in calls])
     assert rows.shape == (12, 16)
     epochs = rows.reshape(3, 64)
     assert all(sorted(epoch) == list(range(64)) for epoch in epochs.tolist())  # each sample once an epoch
@@ -183,12 +183,13 @@ def gradient_clipping(module, folder):
         batch = make_batch(module, agent)
         args = quick_args(module, folder, max_grad_norm=limit)
         module.backward(agent, batch, torch.tensor(0.2), args)
-        raw = [p.grad.clone() for p in agent.parameters()]
+        parameters = [p for p in agent.parameters() if p.requires_grad]
+        raw = [p.grad.clone() for p in parameters]
         norm = torch.stack([g.norm() for g in raw]).norm().item()
         optimizer = module.Adam(agent.parameters(), lr=0.0, fused=True)
         stats = module.update_minibatch(agent, optimizer, batch, torch.tensor(0.2), args, module.backward)
         assert stats[-1].item() == pytest.approx(norm, rel=1e-5)  # logged: before the clip
-        for gradient, p in zip(raw, agent.parameters()):
+        for gradient, p in zip(raw, parameters):
             torch.testing.assert_close(p.grad, gradient * min(1.0, limit / norm), rtol=1e-5, atol=1e-9)
 
 
@@ -246,6 +247,9 @@ def early_stopping(module, folder):
         assert len(calls) == 2 * epochs, target
 
 
+FOLDER = object()  # stands for the empty folder that a check gets
+
+
 def borrow(file: str, *tests: tuple) -> Callable[[ModuleType, Path], None]:
     """Makes a check of tests in a script's own file: (name, arguments...)."""
 
@@ -254,7 +258,7 @@ def borrow(file: str, *tests: tuple) -> Callable[[ModuleType, Path], None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tests_module, "ppo", module)
             for name, *arguments in tests:
-                getattr(tests_module, name)(*arguments)
+                getattr(tests_module, name)(*(folder if x is FOLDER else x for x in arguments))
 
     return run
 
@@ -269,6 +273,11 @@ def stored_actions(module, folder):
     undo()
     actions = batches[0][2].actions
     assert 0.8 < actions.std() < 1.2 and (actions.abs() > 1).float().mean() > 0.2
+
+
+def find_check(name: str, tag: str) -> Callable[[ModuleType, Path], None]:
+    """Returns the check of a detail for a script: its own, where it has one."""
+    return (CHECKS | BORROWED | OWN.get(name, {}))[tag]
 
 
 BORROWED = {
@@ -296,4 +305,21 @@ BORROWED = {
         ("test_component_without_legal_choice_counts_for_nothing",),
         ("test_illegal_choices_are_never_sampled_and_have_no_gradient", np.array([3, 2, 4])),
     ),
+}
+
+OWN = {
+    "ppo_atari_lstm": {
+        "21": borrow("test_atari_lstm", ("test_network",)),
+        "22": borrow("test_atari_lstm", ("test_images_are_scaled_inside_the_network",)),
+        "32": borrow("test_atari_lstm", ("test_lstm_initialization",)),
+        "33": borrow("test_atari_lstm", ("test_states_are_zero_at_the_start_alone", FOLDER)),
+        "34": borrow(
+            "test_atari_lstm",
+            ("test_memory_equals_a_loop_of_single_steps",),
+            ("test_starts_are_those_of_the_current_observation", FOLDER),
+            ("test_value_after_the_rollout_is_that_of_the_next_one", FOLDER),
+        ),
+        "35": borrow("test_atari_lstm", ("test_minibatches_are_whole_sub_environments", FOLDER)),
+        "36": borrow("test_atari_lstm", ("test_replay_equals_rollout", FOLDER)),
+    }
 }

@@ -55,6 +55,15 @@ SCRIPTS = {
         "breakout",
         Box(0, 255, (84, 84, 4), np.uint8),
     ),
+    "ppo_atari_lstm": Script(
+        "ppo_atari",
+        CORE - {13} | set(range(14, 20)) | {21, 22} | set(range(32, 37)),
+        {1, 3},
+        800,
+        Discrete(4),
+        "breakout",
+        Box(0, 255, (84, 84, 1), np.uint8),
+    ),
 }
 
 
@@ -163,9 +172,19 @@ def make_batch(module: types.ModuleType, agent: torch.nn.Module, size: int = 64,
         if len(shape) == 1
         else torch.randint(256, (size, *shape), dtype=torch.uint8, generator=generator)
     )
+    rest: list[torch.Tensor] = []
+    if "masks" in module.Batch._fields:
+        rest = [torch.ones((size, 1), dtype=torch.bool)]
+    if "states" in module.Batch._fields:  # sequences of one step
+        obs, rest = obs.unsqueeze(1), [torch.zeros((size, 1), dtype=torch.bool), draw(size, 2, 128)]
     with torch.no_grad():
-        dist, value = agent(obs)
-        actions = dist.sample(generator)
-        log_probs, values = dist.log_prob(actions) + noise * draw(size), value + noise * draw(size)
-    masks = [torch.ones((size, 1), dtype=torch.bool)] if "masks" in module.Batch._fields else []
-    return module.Batch(obs, actions, log_probs, values, values + draw(size), *masks)
+        dist, value = forward(agent, module.Batch(obs, *[obs] * 4, *rest))
+        actions, noises = dist.sample(generator), noise * draw(2, *value.shape)
+        log_probs, values = dist.log_prob(actions) + noises[0], value + noises[1]
+    return module.Batch(obs, actions, log_probs, values, values + draw(*value.shape), *rest)
+
+
+def forward(agent: torch.nn.Module, batch: Any) -> tuple[Any, torch.Tensor]:
+    """Returns the distribution and the value of a batch, replayed from its states where the agent has a memory."""
+    memory = (batch.starts, batch.states) if "states" in batch._fields else ()
+    return agent(batch.obs, *memory)[:2]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checks import record
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, Sequence, Tuple
-from helpers import ROOT, SCRIPTS, load, quick_args, toy_envs
+from helpers import ROOT, SCRIPTS, forward, load, quick_args, toy_envs
 
 
 class Spaces(gym.Env):
@@ -123,7 +123,12 @@ def test_every_stored_row_is_a_real_step(name, tmp_path):
         result = module.train(args)
     undo()
     assert result["episodic_return"] == 3.0
-    obs = batches[1][2].obs.view(args.num_steps, args.num_envs, -1)[:, 0, 0]
+    obs = batches[1][2].obs.flatten()
+    obs = (
+        obs.view(args.num_envs, args.num_steps, -1)[0, :, 0]
+        if module.Batch._fields[-1] == "states"
+        else obs.view(args.num_steps, args.num_envs, -1)[:, 0, 0]
+    )
     levels = sorted(range(args.num_steps), key=lambda t: float(obs[t]))  # a normalizer keeps the order
     expected = sorted(range(args.num_steps), key=lambda t: ((args.num_steps + t) % 3, float(obs[t])))
     assert levels == expected
@@ -138,7 +143,7 @@ def test_first_ratio_is_one(name, tmp_path):
     module.train(quick_args(module, tmp_path, iterations=3, learning_rate=0.0))
     undo()
     for agent, _, batch, *_ in batches:
-        dist, value = agent(batch.obs)
+        dist, value = forward(agent, batch)
         torch.testing.assert_close(dist.log_prob(batch.actions), batch.log_probs, atol=1e-5, rtol=0)
         torch.testing.assert_close(value, batch.values, atol=1e-5, rtol=0)
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import SCRIPTS, load, make_agent, make_batch, quick_args
+from helpers import SCRIPTS, forward, load, make_agent, make_batch, quick_args
 
 pytestmark = pytest.mark.gpu
 
@@ -38,6 +38,6 @@ def test_samples_differ_from_call_to_call(name):
     module = load(name)
     agent = make_agent(module).to("cuda")
     generator = torch.Generator("cuda").manual_seed(0)
-    obs = make_batch(module, make_agent(module)).obs.to("cuda")
-    samples = {tuple(agent.policy(obs).sample(generator).flatten().tolist()) for _ in range(100)}
+    batch = module.Batch(*(x.to("cuda") for x in make_batch(module, make_agent(module))))
+    samples = {tuple(forward(agent, batch)[0].sample(generator).flatten().tolist()) for _ in range(100)}
     assert len(samples) == 100

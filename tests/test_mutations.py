@@ -1,7 +1,7 @@
 """The commonest wrong form of each detail: it imports and trains, and the detail's check catches it by a number."""
 
 import pytest
-from checks import BORROWED, CHECKS
+from checks import find_check
 from helpers import ROOT, SCRIPTS, load, mutate, quick_args
 
 # detail: its wrong forms, as (text in the script, what stands there instead); a script has at least one of each
@@ -9,6 +9,7 @@ MUTATIONS = {
     "1": [  # every rollout starts anew
         ("obs[0] = obs[-1]\n", "obs[0] = torch.from_numpy(envs.reset()[0])\n"),
         ("obs[0], masks[0] = obs[-1], masks[-1]", "obs[0] = torch.from_numpy(envs.reset()[0])"),
+        ("first_state = obs[-1], starts", "first_state = torch.from_numpy(envs.reset()[0]), starts"),
     ],
     "2": [
         ("int(action_space.n), 0.01)", "int(action_space.n), 1.0)"),  # the policy head like any layer
@@ -90,6 +91,33 @@ MUTATIONS = {
         ("self.discounted * self.gamma + rewards", "self.discounted * 0.99 + rewards"),  # not the agent's gamma
     ],
     "31": [("scaled = scaled.clip(-10, 10)", "pass")],
+    "32": [
+        ("    lstm.bias_hh_l0.requires_grad_(False)\n", ""),  # torch's two biases
+        ("nn.init.orthogonal_(parameter, 1.0)", "nn.init.orthogonal_(parameter, math.sqrt(2))"),  # like any layer
+    ],
+    "33": [(".new_zeros((num_envs, 2,", ".new_ones((num_envs, 2,")],
+    "34": [
+        ("(state * (1 - starts[:, begin, None, None].float())).unbind(1)", "state.unbind(1)"),  # never
+        (
+            "outputs.append(output)",
+            "outputs.append(output * (1 - starts[:, begin:end, None].float()))",
+        ),  # after the step
+        (
+            "starts[t + 1] = torch.from_numpy(next_obs), torch.from_numpy(dones[t])",
+            "starts[t] = torch.from_numpy(next_obs), torch.from_numpy(dones[t])",
+        ),  # off by one
+        (
+            "agent(obs[-1, :, None], starts[-1, :, None], state)[1]",
+            "agent(obs[-1, :, None], starts[-1, :, None] & False, state)[1]",
+        ),  # not in the bootstrap
+    ],
+    "35": [
+        ("(x.transpose(0, 1) for x in", "(x.reshape(args.num_envs, -1, *x.shape[2:]) for x in")
+    ],  # time is not first
+    "36": [
+        ("Batch(*steps, first_state)", "Batch(*steps, state)"),  # the states after the rollout
+        ("Batch(*steps, first_state)", "Batch(*steps, torch.zeros_like(state))"),
+    ],
     "37": [("squeeze(-1) * self.counts).sum(-1)", "squeeze(-1) * self.counts).mean(-1)")],
     "auxiliary 1": [("args.clip_coef * remaining if args.anneal_clip", "args.clip_coef if args.anneal_clip")],
     "auxiliary 3": [("if args.target_kl is not None and", "if args.target_kl and")],  # 0 taken for off
@@ -119,7 +147,7 @@ def test_mutation_is_caught(name, tag, k, old, new, tmp_path):
     mutant = mutate(name, old, new)
     args = quick_args(mutant, tmp_path)
     assert mutant.train(args)["global_step"] == args.total_timesteps  # a plausible program: it trains, without NaN
-    check = (CHECKS | BORROWED)[tag]
+    check = find_check(name, tag)
     with pytest.raises(AssertionError):
         check(mutant, tmp_path)
     check(load(name), tmp_path)

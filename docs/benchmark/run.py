@@ -47,6 +47,7 @@ BENCHMARKS = {
     "breakout": Benchmark("ppo_atari", "--env-id breakout --compile", 1, stop_at=1_000_000),
     "pong": Benchmark("ppo_atari", "--env-id pong --compile", 1, stop_at=1_000_000),
     "breakout-1-frame": Benchmark("ppo_atari", "--env-id breakout --frame-stack 1 --compile", 1, stop_at=500_000),
+    "breakout-lstm": Benchmark("ppo_atari_lstm", "--env-id breakout --compile", 1, stop_at=500_000),
     "no-bins": Benchmark("ppo_continuous", "--total-timesteps 500000 --compile", 2),
 }
 
