@@ -512,7 +512,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                         final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(obs)
                         final_values[t, cut] = agent(final_obs)[1].cpu().numpy()
                 next_value = agent(obs[-1])[1].cpu().numpy()
-            check_finite(iteration * args.num_steps, value=values, reward=rewards)
+            check_finite(iteration * args.num_steps, value=values, reward=rewards, final_value=final_values)
 
             advantages = gae(rewards, values.cpu().numpy(), dones, next_value, final_values, args)
             returns = values + torch.from_numpy(advantages).to(device)

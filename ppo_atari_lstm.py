@@ -546,7 +546,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                         going_on = torch.zeros_like(starts[0, cut, None])
                         final_values[t, cut] = agent(final_obs, going_on, state[cut])[1][:, 0].cpu().numpy()
                 next_value = agent(obs[-1, :, None], starts[-1, :, None], state)[1][:, 0].cpu().numpy()
-            check_finite(iteration * args.num_steps, value=values, reward=rewards)
+            check_finite(iteration * args.num_steps, value=values, reward=rewards, final_value=final_values)
 
             advantages = gae(rewards, values.cpu().numpy(), dones, next_value, final_values, args)
             returns = values + torch.from_numpy(advantages).to(device)

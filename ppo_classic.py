@@ -392,7 +392,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                     if args.bootstrap_truncated and (cut := truncated & ~terminated).any():
                         final_obs = torch.from_numpy(np.stack(info["final_obs"][cut])).to(obs)
                         final_values[t, cut] = agent(final_obs)[1].cpu().numpy()
-            check_finite(iteration * args.num_steps, observation=obs, reward=rewards)
+            check_finite(iteration * args.num_steps, observation=obs, reward=rewards, final_value=final_values)
 
             with torch.no_grad():  # the policy has not changed since: one large forward pass replaces T small ones
                 dist, values = agent(obs[:-1])

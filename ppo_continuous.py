@@ -470,6 +470,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
                 dist, values = agent(obs[:-1])
                 log_probs = dist.log_prob(actions)
                 next_value = agent(obs[-1])[1].cpu().numpy()
+            check_finite(iteration * args.num_steps, final_value=final_values)
             advantages = gae(rewards, values.cpu().numpy(), dones, next_value, final_values, args)
             returns = values + torch.from_numpy(advantages).to(device)
             batch = Batch(*(x.flatten(0, 1) for x in (obs[:-1], actions, log_probs, values, returns)))

@@ -185,12 +185,16 @@ def test_value_of_an_endless_task(tmp_path):
     assert values[False] < 6
 
 
-@pytest.mark.parametrize("field", ["observation", "reward"])
-def test_nan_stops_the_training(field, tmp_path):
+# the observation after 50 steps, the reward of step 49 (from 0), the last observation of the episode that step 51 cuts
+@pytest.mark.parametrize(
+    ("field", "bad_step", "step"), [("observation", 50, 50), ("reward", 50, 49), ("final_value", 52, 51)]
+)
+def test_nan_stops_the_training(field, bad_step, step, tmp_path):
     module = load("ppo_classic")
-    env_id = register(f"Bad-{field}-v0", Line, bad_step=50, bad_field=field)
-    args = quick_args(module, tmp_path, 8, env_id=env_id, num_envs=2, num_steps=16, checkpoint_every=1)
-    step = 50 if field == "observation" else 49  # the observation after 50 steps, the reward of step 49, from 0
+    bad_field = "reward" if field == "reward" else "observation"
+    env_id = register(f"Bad-{field}-v0", Line, bad_step=bad_step, bad_field=bad_field)
+    settings = {"num_envs": 2, "num_steps": 16, "checkpoint_every": 1, "bootstrap_truncated": True}
+    args = quick_args(module, tmp_path, 8, env_id=env_id, **settings)
     with pytest.raises(FloatingPointError, match=f"{field} of sub-environment 0 at step {step}"):
         module.train(args)
     (folder,) = tmp_path.iterdir()

@@ -32,7 +32,16 @@ CURVES = {
         {"env_id": "CartPole-v1", "total_timesteps": 100_000},
         reached=[234.8, 287.0, 237.4, 318.1, 304.6],
         without_learning=22.0,
-    )
+    ),
+    "pendulum": Curve(
+        "ppo_continuous",
+        {"env_id": "InvertedPendulum-v5", "total_timesteps": 100_000},
+        reached=[],
+        without_learning=0.0,
+    ),
+    "halfcheetah": Curve(
+        "ppo_continuous", {"env_id": "HalfCheetah-v5", "total_timesteps": 200_000}, reached=[], without_learning=0.0
+    ),
 }
 SEED = 1
 
