@@ -23,8 +23,8 @@ matters, each marked at its line:
 
 Every spelling of a game means the same, official protocol, which is printed at the start.
 
-Read Agent, then gae() to train(); what follows is machinery. Shapes: T = num_steps, N = num_envs, n of them in a
-minibatch, S = 2 x 128 numbers of the LSTM's state.
+Read Agent, then gae() to train(); what follows is machinery. Shapes: T = num_steps, N = num_envs, of which a
+minibatch has n.
 """
 
 # /// script
