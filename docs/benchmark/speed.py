@@ -1,11 +1,11 @@
 """Steps a second of our scripts against stable-baselines3, alternating on one machine.
 
-    python docs/benchmark/speed.py classic            # 5 alternating rounds; classic, ...
+    python docs/benchmark/speed.py classic            # 5 alternating rounds; classic, continuous or multidiscrete
     python docs/benchmark/speed.py classic --rounds 3
 
-Both sides have the same environment, steps, batch, epochs, network and value clipping. Start-up and compilation do not
-count: the clock starts with the second iteration. stable-baselines3 gets the better of one and all threads. Printed:
-each figure, medians, and the median of the ratios within a round.
+Both sides have the same environment, steps, batch, epochs, network, normalization and value clipping. Start-up and
+compilation do not count: the clock starts with the second iteration. stable-baselines3 gets the better of one and all
+threads. Printed: each figure, medians, and the median of the ratios within a round.
 """
 
 import argparse
@@ -19,14 +19,31 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OURS = {  # script: (arguments, the variants to time)
-    "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"})
+    "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"}),
+    "continuous": ("--total-timesteps 40960", {"eager": "", "compile": "--compile"}),
+    "multidiscrete": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"}),
 }
 PEERS: dict[str, Any] = {  # script: what stable-baselines3 needs to do the same work
     "classic": {
         "make": {"env_id": "CartPole-v1", "n_envs": 4},
         "steps": 60_000,
         "model": {"policy": "MlpPolicy", "n_steps": 128, "batch_size": 128, "n_epochs": 4, "clip_range_vf": 0.2},
-    }
+    },
+    "continuous": {
+        "make": {"env_id": "HalfCheetah-v5", "n_envs": 1},
+        "normalize": True,
+        "steps": 20_480,
+        "model": {"policy": "MlpPolicy", "n_steps": 2048, "batch_size": 64, "n_epochs": 10, "clip_range_vf": 0.2},
+    },
+    "multidiscrete": {
+        "make": {"env_id": "Swimmer-v5", "n_envs": 8},
+        "bins": 11,
+        "steps": 60_000,
+        "model": {
+            **{"policy": "MlpPolicy", "n_steps": 128, "batch_size": 256, "n_epochs": 4},
+            **{"clip_range": 0.1, "clip_range_vf": 0.1, "ent_coef": 0.01},
+        },
+    },
 }
 
 
@@ -56,6 +73,10 @@ def run_peer(script: str, threads: int) -> None:
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+
+    sys.path.insert(0, str(ROOT))
+    from ppo_multidiscrete import Components
 
     class Clock(BaseCallback):
         def __init__(self) -> None:
@@ -70,7 +91,11 @@ def run_peer(script: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     peer, clock = PEERS[script], Clock()
-    PPO(env=make_vec_env(**peer["make"]), device="cpu", **peer["model"]).learn(peer["steps"], callback=clock)
+    envs: VecEnv = make_vec_env(
+        **peer["make"], wrapper_class=(lambda env: Components(env, peer["bins"])) if "bins" in peer else None
+    )
+    envs = VecNormalize(envs) if peer.get("normalize") else envs
+    PPO(env=envs, device="cpu", **peer["model"]).learn(peer["steps"], callback=clock)
     (start, first), (end, last) = clock.marks[1], clock.marks[-1]
     print((last - first) / (end - start))
 
