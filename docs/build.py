@@ -235,10 +235,11 @@ def benchmarks_page() -> str:
         evaluations = [float(head["evaluation"]) for head in heads if "evaluation" in head]
         scores = np.array(evaluations if len(evaluations) == len(heads) else last)
         minutes = np.median([curve[-1, 2] / 60 for curve in curves])
+        path = f"PYTHONPATH={benchmark.path} " if benchmark.path else ""
         rows.append(
-            f"| {name} | `python {benchmark.script}.py {benchmark.flags}` | {int(heads[0]['steps']):,} | {len(heads)} "
-            f"| {interquartile_mean(scores):.1f} | {', '.join(f'{x:.1f}' for x in scores)} "
-            f"| {last.mean():.1f} +- {last.std():.1f} | {minutes:.1f} |"
+            f"| {name} | `{path}python {benchmark.script}.py {benchmark.flags}` "
+            f"| {int(heads[0]['steps']):,} | {len(heads)} | {interquartile_mean(scores):.1f} "
+            f"| {', '.join(f'{x:.1f}' for x in scores)} | {last.mean():.1f} +- {last.std():.1f} | {minutes:.1f} |"
         )
     return (
         "# Benchmarks\n\n"

@@ -35,20 +35,26 @@ class Benchmark:
     flags: str
     seeds: int
     stop_at: int | None = None  # steps after which a longer schedule is stopped
+    path: str | None = None  # folder that the environment is imported from (PYTHONPATH)
 
 
+MICRORTS = "--env-id microrts:MicroRTS-v0 --total-timesteps 150000"
 BENCHMARKS = {
     "cartpole": Benchmark("ppo_classic", "--env-id CartPole-v1 --compile", 5),
     "acrobot": Benchmark("ppo_classic", "--env-id Acrobot-v1 --compile", 5),
     "halfcheetah": Benchmark("ppo_continuous", "--env-id HalfCheetah-v4 --compile", 2),
     "hopper": Benchmark("ppo_continuous", "--env-id Hopper-v4 --compile", 2),
     "walker2d": Benchmark("ppo_continuous", "--env-id Walker2d-v4 --compile", 2),
-    "bins": Benchmark("ppo_multidiscrete", "--total-timesteps 500000 --compile", 2),
+    "bins": Benchmark("ppo_multidiscrete", "--env-id Swimmer-v5 --total-timesteps 500000", 2),
+    "no-bins": Benchmark("ppo_continuous", "--env-id Swimmer-v5 --total-timesteps 500000 --compile", 2),
     "breakout": Benchmark("ppo_atari", "--env-id breakout --compile", 1, stop_at=1_000_000),
     "pong": Benchmark("ppo_atari", "--env-id pong --compile", 1, stop_at=1_000_000),
     "breakout-1-frame": Benchmark("ppo_atari", "--env-id breakout --frame-stack 1 --compile", 1, stop_at=500_000),
     "breakout-lstm": Benchmark("ppo_atari_lstm", "--env-id breakout --compile", 1, stop_at=500_000),
-    "no-bins": Benchmark("ppo_continuous", "--total-timesteps 500000 --compile", 2),
+    "microrts": Benchmark("ppo_multidiscrete", f"{MICRORTS} --compile", 1, path="docs/examples"),
+    "microrts-unmasked": Benchmark(
+        "ppo_multidiscrete", f"{MICRORTS} --no-mask-actions --compile", 1, path="docs/examples"
+    ),
 }
 
 
@@ -95,7 +101,8 @@ def run(name: str, seed: int, run_dir: Path) -> None:
     else:
         command += [*benchmark.flags.split(), "--seed", str(seed), "--run-dir", str(parent)]
     print(" ".join(command[2:]), flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | ({"PYTHONPATH": str(ROOT / benchmark.path)} if benchmark.path else {})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     for line in process.stdout:
         print(f"  {name}-{seed}: {line}", end="", flush=True)
