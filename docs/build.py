@@ -227,7 +227,8 @@ def interquartile_mean(x: np.ndarray) -> float:
 def benchmarks_page() -> str:
     rows = []
     for name, benchmark in BENCHMARKS.items():
-        files = sorted(RESULTS.glob(f"{name}-*.csv"), key=lambda file: int(file.stem.rsplit("-", 1)[1]))
+        named = [RESULTS / f"{name}-{seed}.csv" for seed in range(1, benchmark.seeds + 1)]
+        files = [file for file in named if file.exists()]
         if not files:
             continue
         heads, curves = zip(*map(read_csv, files))
@@ -236,9 +237,10 @@ def benchmarks_page() -> str:
         scores = np.array(evaluations if len(evaluations) == len(heads) else last)
         minutes = np.median([curve[-1, 2] / 60 for curve in curves])
         path = f"PYTHONPATH={benchmark.path} " if benchmark.path else ""
+        stopped = ", stopped early" if benchmark.stop_at else ""
         rows.append(
             f"| {name} | `{path}python {benchmark.script}.py {benchmark.flags}` "
-            f"| {int(heads[0]['steps']):,} | {len(heads)} | {interquartile_mean(scores):.1f} "
+            f"| {int(heads[0]['steps']):,}{stopped} | {len(heads)} | {interquartile_mean(scores):.1f} "
             f"| {', '.join(f'{x:.1f}' for x in scores)} | {last.mean():.1f} +- {last.std():.1f} | {minutes:.1f} |"
         )
     return (
@@ -247,7 +249,7 @@ def benchmarks_page() -> str:
         "[run.py](benchmark/run.py); their heads name versions, commit and machine. Scores are the evaluation after\n"
         "training (else the end of the curve), one a seed; IQM is their interquartile mean; the end of the curve is\n"
         "its last twentieth, mean +- population standard deviation over seeds; minutes are medians on two shared\n"
-        "cores.\n\n"
+        "cores. A run that was stopped early has the learning rate schedule of all its steps.\n\n"
         "| name | command | steps | seeds | IQM | scores | end of the curve | minutes |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )
