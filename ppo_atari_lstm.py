@@ -513,7 +513,7 @@ def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
     log_probs, values = torch.zeros((2, args.num_steps, args.num_envs), device=device)
     rewards = np.zeros((args.num_steps, args.num_envs), np.float32)
     dones = np.zeros((args.num_steps, args.num_envs), bool)
-    starts = torch.zeros((args.num_steps + 1, args.num_envs), dtype=torch.bool, device=device)  # obs begins an episode
+    starts = torch.ones((args.num_steps + 1, args.num_envs), dtype=torch.bool, device=device)  # obs begins an episode
     state = agent.initial_state(args.num_envs)
     obs[-1] = torch.from_numpy(envs.reset(seed=spawn_seeds(args.seed, iteration, ENVIRONMENTS, args.num_envs))[0])
 

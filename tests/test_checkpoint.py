@@ -76,6 +76,8 @@ def test_resume_equals_no_pause(name, tmp_path, monkeypatch):
     assert rest["run_folder"] == half["run_folder"] and rest["global_step"] == whole["global_step"]
     assert len(calls) == len(whole_calls) == 20 * args.num_minibatches * args.update_epochs
     for (_, _, a, *_), (_, _, b, *_) in zip(calls, whole_calls):
+        if "states" in a._fields:  # a state that is cleared before its use does not matter
+            a, b = (x._replace(states=x.states * ~x.starts[:, :1, None]) for x in (a, b))
         assert_same(tuple(a), tuple(b), "minibatch")
     a, b = state_of(whole["run_folder"]), state_of(rest["run_folder"])
     for state in (a, b):
