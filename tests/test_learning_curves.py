@@ -36,11 +36,14 @@ CURVES = {
     "pendulum": Curve(
         "ppo_continuous",
         {"env_id": "InvertedPendulum-v5", "total_timesteps": 100_000},
-        reached=[],
-        without_learning=0.0,
+        reached=[821.2, 820.2, 805.8, 814.6, 813.1],
+        without_learning=6.5,
     ),
     "halfcheetah": Curve(
-        "ppo_continuous", {"env_id": "HalfCheetah-v5", "total_timesteps": 200_000}, reached=[], without_learning=0.0
+        "ppo_continuous",
+        {"env_id": "HalfCheetah-v5", "total_timesteps": 200_000},
+        reached=[634.9, 242.4, 846.0, 766.3, 376.2],
+        without_learning=-349.0,
     ),
 }
 SEED = 1

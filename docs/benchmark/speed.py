@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=OURS)
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (default 5)")
+    parser.add_argument("--variants", nargs="*", help="which of ours to time, such as eager (default: all)")
     parser.add_argument("--peer", type=int, metavar="THREADS", help="run only stable-baselines3, with so many threads")
     args = parser.parse_args()
     if args.peer:
@@ -138,7 +139,7 @@ def main() -> None:
     if not isinstance(peer, str):
         best = max(sorted({1, cores}), key=lambda threads: time_peer(args.script, threads))
         print(f"{cores} cores; stable-baselines3 is faster with {best} thread(s)")
-    variants = OURS[args.script][1]
+    variants = {name: flags for name, flags in OURS[args.script][1].items() if name in (args.variants or [name])}
     rates: dict[str, list[float]] = {variant: [] for variant in (name, *variants)}
     for number in range(args.rounds):
         rates[name].append(time_peer(args.script, best))
