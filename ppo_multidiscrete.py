@@ -4,7 +4,9 @@
     python ppo_multidiscrete.py --env-id MODULE:ID --num-envs 24   # your own simulator; every flag: --help
     python ppo_multidiscrete.py --resume runs/RUN_FOLDER           # go on with a run, or watch it: add --capture-video
 
-What to expect: Swimmer-v5 rises from 1 to 31 within 75k steps; a small task with masks is learned in 20k steps.
+What to expect: Swimmer-v5 rises from a return of 1 to 31 in 75k steps and stays there: 29 and 31 (two seeds) after
+500k, in 15 minutes on a busy core. In bins and at these settings Hopper stays near 200, HalfCheetah near -250 for 150k
+steps, and Reacher learns slowly. A small task with masks is learned in 20k steps.
 
 It is ppo_classic.py with another action distribution: one categorical per component, whose log-probabilities and
 entropies add up (Vinyals et al. 2019; Berner et al. 2019), so that 11 choices for each of 3 joints take 33 outputs
