@@ -4,8 +4,8 @@
     python ppo_continuous.py --env-id Hopper-v5 --seed 2   # every flag: --help
     python ppo_continuous.py --resume runs/RUN_FOLDER      # go on with a run, or watch it: add --capture-video
 
-What to expect: after 1M steps HalfCheetah-v4 is evaluated at 1300 and 1520 (two seeds), Hopper-v4 at 2730 and 2060, in
-15 to 21 minutes on a busy core.
+What to expect: after 1M steps HalfCheetah-v4 is evaluated at 1300 and 1520 (two seeds), Hopper-v4 at 2730 and 2060,
+Walker2d-v4 at 4240 and 2400, in 15 to 21 minutes on a busy core.
 
 Read ppo_classic.py first: this is the same algorithm with a normal distribution in place of the categorical one, and
 with observations and rewards brought to a common scale. It follows the official implementation (openai/baselines,
