@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Toy, golden, make_agent, make_batch, quick_args, toy_envs
+from helpers import Threads, Toy, golden, make_agent, make_batch, quick_args, toy_envs
 
 CHECKS: dict[str, Callable[[ModuleType, Path], None]] = {}
 
@@ -233,6 +233,13 @@ def clip_annealing(module, folder):
         np.testing.assert_allclose([float(call[3]) for call in calls], expected, rtol=1e-6)
 
 
+@check("auxiliary 2")
+def parallel_update(module, folder):
+    """Five minibatches of two official workers: the mean of their losses, the averaged gradients, the weights."""
+    workers = importlib.import_module("test_distributed")
+    workers.check_official_workers(Threads(2).run(module, lambda rank: workers.replay_official(module, rank)))
+
+
 @check("auxiliary 3")
 def early_stopping(module, folder):
     for target, epochs in ((0.0, 1), (1e9, 4), (None, 4)):
@@ -281,6 +288,18 @@ BORROWED = {
     "29": borrow("test_continuous", ("test_normalizer",)),
     "30": borrow("test_continuous", ("test_normalizer",), ("test_scaled_and_clipped_rewards", 0.5)),
     "31": borrow("test_continuous", ("test_normalizer",)),
+    **{
+        f"ppo_joint {tag}": borrow("test_joint", *tests)
+        for tag, tests in {
+            "14": [("test_noops",)],
+            "15": [("test_frame_skip",), ("test_same_as_official_wrappers", "pong?mode=1&difficulty=3")],
+            "16": [("test_a_lost_life_is_terminal_but_the_game_goes_on",)],
+            "17": [("test_hidden_steps", "breakout", ["FIRE", "RIGHT"], True)],
+            "18": [("test_image", "freeway?mode=1"), ("test_frames_of_any_size", 210, 160)],
+            "19": [("test_rewards_are_signs_and_scores_are_raw",)],
+            "20": [("test_frame_stack", 4)],
+        }.items()
+    },
     "14": borrow("test_atari", ("test_noops",)),
     "15": borrow("test_atari", ("test_frame_skip",), ("test_same_as_official_wrappers", "pong", 300)),
     "16": borrow("test_atari", ("test_a_lost_life_is_terminal_but_the_game_goes_on",)),

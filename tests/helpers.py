@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,15 @@ SCRIPTS = {
         CORE - {13} | set(range(14, 23)),
         {1, 3},
         750,
+        Discrete(4),
+        "breakout",
+        Box(0, 255, (84, 84, 4), np.uint8),
+    ),
+    "ppo_joint": Script(
+        "ppo_atari",
+        CORE - {13} | set(range(14, 23)),
+        {1, 2, 3},
+        830,
         Discrete(4),
         "breakout",
         Box(0, 255, (84, 84, 4), np.uint8),
@@ -125,7 +135,8 @@ def toy_envs(module: types.ModuleType) -> Iterator[None]:
     """Puts the toy environment in place of the emulators of a script that makes no others."""
     name, script = script_of(module)
 
-    def make_envs(args, num_envs, video=None):
+    def make_envs(args, envs, video=None):
+        num_envs = envs if isinstance(envs, int) else len(envs)
         make, same_step = [lambda: gym.make(toy_id(name))] * num_envs, gym.vector.AutoresetMode.SAME_STEP
         envs = RecordEpisodeStatistics(gym.vector.SyncVectorEnv(make, autoreset_mode=same_step))
         envs.protocol = "toy"
@@ -143,6 +154,8 @@ def quick_args(module: types.ModuleType, folder: Path, iterations: int = 2, **ch
     env_id = script.env_id if script.images else toy_id(name)
     settings = {"env_id": env_id, "eval_episodes": 0, "run_dir": str(folder), "device": "cpu"}
     settings |= {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 4} | changes
+    if "levels" in module.Args.__dataclass_fields__:
+        settings["levels"] = (settings.pop("env_id"),)
     settings.setdefault("total_timesteps", iterations * settings["num_envs"] * settings["num_steps"])
     return module.Args(**settings)
 
@@ -169,3 +182,54 @@ def make_batch(module: types.ModuleType, agent: torch.nn.Module, size: int = 64,
         log_probs, values = dist.log_prob(actions) + noise * draw(size), value + noise * draw(size)
     masks = [torch.ones((size, 1), dtype=torch.bool)] if "masks" in module.Batch._fields else []
     return module.Batch(obs, actions, log_probs, values, values + draw(size), *masks)
+
+
+class Threads:
+    """Stands for torch.distributed in a script: the workers are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier, self.values, self.local = (
+            size,
+            threading.Barrier(size, timeout=60),
+            {},
+            threading.local(),
+        )
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def all_gather_object(self, values: list, value: Any) -> None:
+        self.values[self.local.rank] = value
+        self.barrier.wait()
+        values[:] = [self.values[rank] for rank in range(self.size)]
+        self.barrier.wait()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        values: list = []
+        self.all_gather_object(values, x.clone())
+        x.copy_(torch.stack(values).sum(0))
+
+    def run(self, module: types.ModuleType, work: Any) -> list[Any]:
+        """Calls work(rank) in every worker; returns what they return."""
+        results: list[Any] = [None] * self.size
+
+        def start(rank: int) -> None:
+            self.local.rank = rank
+            try:
+                results[rank] = work(rank)
+            except Exception:
+                self.barrier.abort()
+                raise
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(self.size)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "distributed", self)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert None not in results, "a worker failed"
+        return results

@@ -20,6 +20,8 @@ EXCEPTIONS = {
     "ppo_continuous": {"Run"},  # evaluation with the training's statistics
     "ppo_multidiscrete": {"backward"},  # masks
     "ppo_atari": {"check_machine"},  # the video needs no trial
+    # Averaging; curves of all levels and workers by the first worker; --init; a GPU for each worker; lost workers
+    "ppo_joint": {"update_minibatch", "Run", "load_checkpoint", "check_machine", "main"},
 }
 
 
