@@ -88,7 +88,7 @@ class Rank:
     def gradients(self) -> None:
         """The gradient of a worker's own minibatch, and what update_minibatch leaves of it."""
         module, agent = self.module, make_agent(self.module)
-        args = quick_args(module, self.folder, max_grad_norm=1e9)
+        args = quick_args(module, self.folder, max_grad_norm=1e9, total_timesteps=1000)
         batch = make_batch(module, agent, 32)
         batch = module.Batch(*(x[8 * RANK : 8 * RANK + 8] for x in batch))
         module.backward(agent, batch, torch.tensor(0.1), args)
@@ -113,15 +113,8 @@ class Rank:
                 return envs
 
             module.make_envs = spy
-            args = quick_args(module, self.folder, 50, num_steps=4, num_minibatches=1, update_epochs=1)
-            args = quick_args(
-                module,
-                self.folder,
-                total_timesteps=50 * args.batch_size,
-                num_steps=4,
-                num_minibatches=1,
-                update_epochs=1,
-            )
+            settings = {"num_envs": 2, "num_steps": 4, "num_minibatches": 1, "update_epochs": 1}
+            args = quick_args(module, self.folder, total_timesteps=50 * 2 * 4 * WORKERS, **settings)
             outcome = module.train(args)
             module.make_envs = toy
         module.Agent, module.update, module.make_envs = build, update, make_envs
@@ -142,7 +135,7 @@ class Rank:
             calls.append(stats)
             return stats
 
-        args = quick_args(module, self.folder, target_kl=0.02, num_minibatches=2, update_epochs=4)
+        args = quick_args(module, self.folder, target_kl=0.02, total_timesteps=1000)
         optimizer = module.Adam(agent.parameters(), lr=1e-4, fused=True)
         batch, generator = make_batch(module, agent, 8), torch.Generator().manual_seed(RANK)
         stats = module.update(agent, optimizer, batch, torch.tensor(0.1), args, backward, generator)
