@@ -153,18 +153,15 @@ class Args:
                 "normalized advantage is 0; use --num-minibatches 1, more --num-steps, or --no-norm-adv"
             )
         if self.total_timesteps < self.batch_size:
-            raise UsageError(
-                f"--total-timesteps {self.total_timesteps}: must be at least {batch}, times {WORKERS} workers"
-            )
+            raise UsageError(f"--total-timesteps {self.total_timesteps}: must be at least {WORKERS} times {batch}")
         if self.capture_video and not self.eval_episodes:
             raise UsageError("--capture-video records the evaluation: --eval-episodes 0 must be at least 1")
         for name in ("levels", "test_levels"):  # files are read once: a resumed run has the levels that they had
             object.__setattr__(self, name, read_levels(getattr(self, name)))
         if not 1 <= len(self.levels) <= WORKERS * self.num_envs:
-            raise UsageError(
-                f"--levels: {len(self.levels)} levels, but {WORKERS} workers x --num-envs {self.num_envs} play them; "
-                f"use --num-envs {math.ceil(len(self.levels) / WORKERS) or 1} and at least one level"
-            )
+            hint = f"use --num-envs {math.ceil(len(self.levels) / WORKERS) or 1} and at least one level"
+            players = f"{WORKERS} workers x --num-envs {self.num_envs}"
+            raise UsageError(f"--levels: {len(self.levels)} levels, but {players} play them; {hint}")
 
 
 def read_levels(levels: Sequence[str]) -> tuple[str, ...]:
@@ -286,8 +283,7 @@ class Levels(gym.vector.VectorEnv):
     """Levels side by side, one after the other: an emulator keeps Python's lock, so that threads would not help.
 
     Observations (N, 84, 84, frames) are uint8 and overwritten by the next step. info["episode"] has the raw score "r"
-    and the length "l" of the games that ended, under the mask info["_episode"]; info["final_obs"] has the last
-    observations of the agent's episodes that ended.
+    and the length "l" of the games that ended, under the mask info["_episode"], and info["final_obs"] last frames.
     """
 
     protocol = ""
@@ -383,10 +379,8 @@ def make_envs(args: Args, levels: Sequence[str], video: Path | None = None) -> L
     for game, level in games.items():
         if missing := set(actions) - set(study_game(game)["all"]):
             raise UsageError(f"--levels {level}: lacks {len(missing)} of {len(actions)} actions; train it alone")
-    players = [
-        AtariLevel(level, actions, args.sticky_actions, video and video.with_name(f"{video.name}-{i}"))
-        for i, level in enumerate(levels)
-    ]
+    films = [video and video.with_name(f"{video.name}-{i}") for i in range(len(levels))]
+    players = [AtariLevel(level, actions, args.sticky_actions, film) for level, film in zip(levels, films)]
     envs = Levels(players, len(actions), args.frame_stack)
     envs.protocol = (
         f"4 frames a step, at most 108,000 a game, sticky actions {args.sticky_actions}, 1 to 30 no-ops, fire reset in "
@@ -577,11 +571,11 @@ def update(
 
 
 def train(args: Args, stop: Sequence[int] = ()) -> dict[str, Any]:
-    """Trains, evaluates and returns the results: run_folder, global_step, episodic_return, eval_returns, test_returns.
+    """Trains, evaluates and returns the results: run_folder, global_step, episodic_return, eval_returns, evaluation.
 
     Once `stop` of any worker is not empty, all finish the iteration, a checkpoint is written, and the evaluation left
-    out. Raises UsageError for bad input, before anything is written, FloatingPointError for NaN or infinity, on all
-    workers alike, and LostWorker. The first worker alone writes, prints and has results.
+    out. Raises UsageError for bad input, before anything is written, and on all workers FloatingPointError for NaN or
+    infinity, or LostWorker. Only the first one writes, prints and has results.
     """
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -722,9 +716,7 @@ def exchange(values: list) -> list:
 class Run:
     """Run folder, TensorBoard events and progress of one training; only the first worker has them."""
 
-    def __init__(
-        self, args: Args, envs: gym.vector.VectorEnv, folder: Path | None, iteration: int, parts: dict
-    ) -> None:
+    def __init__(self, args: Args, envs: Any, folder: Path | None, iteration: int, parts: dict[str, Any]) -> None:
         self.args, self.envs, self.iteration, self.parts = args, envs, iteration, parts
         self.levels = assign_levels(args, RANK)
         self.ended: list[tuple[str, float, int]] = []  # level, return, length: episodes that ended in this iteration
@@ -733,9 +725,8 @@ class Run:
             return
         name = args.levels[0] + (f"-and-{len(args.levels) - 1}-more" if args.levels[1:] else "")
         name = f"{name}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9}"
-        self.folder = folder or Path(args.run_dir).expanduser() / re.sub(
-            r"[^\w.-]+", "_", name
-        )  # every file system takes it
+        safe_name = re.sub(r"[^\w.-]+", "_", name)  # every file system takes it
+        self.folder = folder or Path(args.run_dir).expanduser() / safe_name
         try:
             self.folder.mkdir(parents=True, exist_ok=folder is not None)  # a new run never shares a folder
         except OSError as error:
