@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Toy, forward, golden, make_agent, make_batch, quick_args, toy_envs
+from helpers import Threads, Toy, forward, golden, make_agent, make_batch, quick_args, toy_envs
 
 CHECKS: dict[str, Callable[[ModuleType, Path], None]] = {}
 
@@ -234,6 +234,13 @@ def clip_annealing(module, folder):
         np.testing.assert_allclose([float(call[3]) for call in calls], expected, rtol=1e-6)
 
 
+@check("auxiliary 2")
+def parallel_update(module, folder):
+    """Five minibatches of two official workers: the mean of their losses, the averaged gradients, the weights."""
+    workers = importlib.import_module("test_distributed")
+    workers.check_official_workers(Threads(2).run(module, lambda rank: workers.replay_official(module, rank)))
+
+
 @check("auxiliary 3")
 def early_stopping(module, folder):
     for target, epochs in ((0.0, 1), (1e9, 4), (None, 4)):
@@ -321,5 +328,16 @@ OWN = {
         ),
         "35": borrow("test_atari_lstm", ("test_minibatches_are_whole_sub_environments", FOLDER)),
         "36": borrow("test_atari_lstm", ("test_replay_equals_rollout", FOLDER)),
-    }
+    },
+    "ppo_joint": {
+        "14": borrow("test_joint", ("test_noops",)),
+        "15": borrow(
+            "test_joint", ("test_frame_skip",), ("test_same_as_official_wrappers", "pong?mode=1&difficulty=3")
+        ),
+        "16": borrow("test_joint", ("test_a_lost_life_is_terminal_but_the_game_goes_on",)),
+        "17": borrow("test_joint", ("test_hidden_steps", "breakout", ["FIRE", "RIGHT"], True)),
+        "18": borrow("test_joint", ("test_image", "freeway?mode=1"), ("test_frames_of_any_size", 210, 160)),
+        "19": borrow("test_joint", ("test_rewards_are_signs_and_scores_are_raw",)),
+        "20": borrow("test_joint", ("test_frame_stack", 4)),
+    },
 }

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,6 +64,15 @@ SCRIPTS = {
         Discrete(4),
         "breakout",
         Box(0, 255, (84, 84, 1), np.uint8),
+    ),
+    "ppo_joint": Script(
+        "ppo_atari",
+        CORE - {13} | set(range(14, 23)),
+        {1, 2, 3},
+        935,
+        Discrete(4),
+        "breakout",
+        Box(0, 255, (84, 84, 4), np.uint8),
     ),
 }
 
@@ -134,7 +144,8 @@ def toy_envs(module: types.ModuleType) -> Iterator[None]:
     """Puts the toy environment in place of the emulators of a script that makes no others."""
     name, script = script_of(module)
 
-    def make_envs(args, num_envs, video=None):
+    def make_envs(args, envs, video=None):
+        num_envs = envs if isinstance(envs, int) else len(envs)
         make, same_step = [lambda: gym.make(toy_id(name))] * num_envs, gym.vector.AutoresetMode.SAME_STEP
         envs = RecordEpisodeStatistics(gym.vector.SyncVectorEnv(make, autoreset_mode=same_step))
         envs.protocol = "toy"
@@ -152,6 +163,8 @@ def quick_args(module: types.ModuleType, folder: Path, iterations: int = 2, **ch
     env_id = script.env_id if script.images else toy_id(name)
     settings = {"env_id": env_id, "eval_episodes": 0, "run_dir": str(folder), "device": "cpu"}
     settings |= {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 4} | changes
+    if "levels" in module.Args.__dataclass_fields__:
+        settings["levels"] = (settings.pop("env_id"),)
     settings.setdefault("total_timesteps", iterations * settings["num_envs"] * settings["num_steps"])
     return module.Args(**settings)
 
@@ -188,3 +201,54 @@ def forward(agent: torch.nn.Module, batch: Any) -> tuple[Any, torch.Tensor]:
     """Returns the distribution and the value of a batch, replayed from its states where the agent has a memory."""
     memory = (batch.starts, batch.states) if "states" in batch._fields else ()
     return agent(batch.obs, *memory)[:2]
+
+
+class Threads:
+    """Stands for torch.distributed in a script: the workers are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier, self.values, self.local = (
+            size,
+            threading.Barrier(size, timeout=60),
+            {},
+            threading.local(),
+        )
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def all_gather_object(self, values: list, value: Any) -> None:
+        self.values[self.local.rank] = value
+        self.barrier.wait()
+        values[:] = [self.values[rank] for rank in range(self.size)]
+        self.barrier.wait()
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        values: list = []
+        self.all_gather_object(values, x.clone())
+        x.copy_(torch.stack(values).sum(0))
+
+    def run(self, module: types.ModuleType, work: Any) -> list[Any]:
+        """Calls work(rank) in every worker; returns what they return."""
+        results: list[Any] = [None] * self.size
+
+        def start(rank: int) -> None:
+            self.local.rank = rank
+            try:
+                results[rank] = work(rank)
+            except Exception:
+                self.barrier.abort()
+                raise
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(self.size)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "distributed", self)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert None not in results, "a worker failed"
+        return results

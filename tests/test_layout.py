@@ -21,6 +21,8 @@ EXCEPTIONS = {
     "ppo_multidiscrete": {"backward"},  # masks
     "ppo_atari": {"check_machine"},  # the video needs no trial
     "ppo_atari_lstm": {"backward"},  # states
+    # Averaging; curves of all levels and workers by the first worker; --init; a GPU for each worker; lost workers
+    "ppo_joint": {"update_minibatch", "Run", "load_checkpoint", "check_machine", "main"},
 }
 
 

@@ -4,6 +4,11 @@ import pytest
 from checks import find_check
 from helpers import ROOT, SCRIPTS, load, mutate, quick_args
 
+AVERAGE = "    average([*gradients, stats])\n"
+CLIP = """    # Detail 11: global gradient clipping - one norm over all parameters
+    grad_norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    torch._foreach_mul_(gradients, (args.max_grad_norm / grad_norm).clamp(max=1))
+"""
 # detail: its wrong forms, as (text in the script, what stands there instead); a script has at least one of each
 MUTATIONS = {
     "1": [  # every rollout starts anew
@@ -50,11 +55,37 @@ MUTATIONS = {
         ("return torch.stack(stats).mean(0)", "return stats[-1]"),  # only the last minibatch
     ],
     "13": [("None if shared_network else make_trunk(obs_space.shape[0])", "None")],  # always shared
-    "14": [('while info["episode_frame_number"].item() == 0', "while False")],  # the emulator's own 0 to 30
-    "15": [('"maxpool": True', '"maxpool": False'), ('"frameskip": 4', '"frameskip": 3')],
-    "16": [("terminated[i] = life_lost or game_over", "terminated[i] = game_over")],
-    "17": [("self.start = [1, 2]", "self.start = [1]")],  # FIRE alone
-    "18": [("return frame[0, 0], reward", "return frame[0, 0].T, reward")],  # width before height
+    "14": [
+        ('while info["episode_frame_number"].item() == 0', "while False"),  # the emulator's own 0 to 30
+        ("self.random.integers(1, 31)", "self.random.integers(0, 31)"),
+    ],
+    "15": [
+        ('"maxpool": True', '"maxpool": False'),
+        ('"frameskip": 4', '"frameskip": 3'),
+        ("np.maximum(*self.screens)", "self.screens[1]"),  # the last frame alone
+        ("self.emulator.act(action) for _ in range(2)", "self.emulator.act(action) for _ in range(1)"),
+    ],
+    "16": [
+        ("terminated[i] = life_lost or game_over", "terminated[i] = game_over"),
+        ("return frame, reward, life_lost or self.game_over", "return frame, reward, self.game_over"),
+        (
+            "if not (self.game_over or self.time_over):\n            frame, _",
+            "if False:\n            frame, _",
+        ),  # a new game
+    ],
+    "17": [
+        ("self.start = [1, 2]", "self.start = [1]"),  # FIRE alone
+        ("for k in (1, 2)] if", "for k in (1,)] if"),
+        ("[actions.index(useful[k]) for k in (1, 2)]", "[1, 2]"),  # the second of all actions, not of the game's own
+    ],
+    "18": [
+        ("return frame[0, 0], reward", "return frame[0, 0].T, reward"),  # width before height
+        ('np.einsum("ij,hij->hi", widths', 'np.einsum("ij,hij->ih", widths'),
+        (
+            "shares[:, used].astype(np.float32)",
+            "(shares[:, used] == shares.max(1, keepdims=True)) / 2",
+        ),  # unequal areas
+    ],
     "19": [("rewards[i] = np.sign(reward)", "rewards[i] = reward")],
     "20": [("self.stack[i] = 0", "self.stack[i] = frame[..., None]")],  # the first frame repeated
     "21": [
@@ -120,6 +151,14 @@ MUTATIONS = {
     ],
     "37": [("squeeze(-1) * self.counts).sum(-1)", "squeeze(-1) * self.counts).mean(-1)")],
     "auxiliary 1": [("args.clip_coef * remaining if args.anneal_clip", "args.clip_coef if args.anneal_clip")],
+    "auxiliary 2": [
+        ("    average([*gradients, stats])\n", "    average([stats])\n"),  # every worker on its own
+        (AVERAGE + CLIP, CLIP + AVERAGE),
+        (  # normalized over the minibatches of all workers
+            "(advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)",
+            "(advantages - (x := torch.cat(exchange([advantages]))).mean()) / (x.std(correction=0) + 1e-8)",
+        ),
+    ],
     "auxiliary 3": [("if args.target_kl is not None and", "if args.target_kl and")],  # 0 taken for off
     "auxiliary 4": [
         ("self.counts = logits.amax(-1) > ILLEGAL", "self.counts = logits.amax(-1) > 2 * ILLEGAL"),  # all count
