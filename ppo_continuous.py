@@ -184,9 +184,11 @@ class Normalize(gym.vector.VectorWrapper):
         self.stats: dict[str, tuple] = {"observation": (zeros, zeros + 1, 1e-4), "reward": (0.0, 1.0, 1e-4)}
 
     def count(self, name: str, x: Array) -> None:
-        """Adds x (N, ...) to the statistics; raises FloatingPointError if there is NaN or infinity in it."""
-        if not np.isfinite(x).all():
-            check_finite(round(self.stats["reward"][2]) // self.num_envs, **{name: x[None]})
+        """Adds x (N, ...) to the statistics; raises FloatingPointError if a square in it is not finite."""
+        with np.errstate(over="ignore"):
+            squares = np.square(x)
+        if not np.isfinite(squares).all():
+            check_finite(round(self.stats["reward"][2]) // self.num_envs, **{name: squares[None]})
         self.stats[name] = merge(self.stats[name], x)
 
     def reset(self, **options: Any) -> tuple[Array, dict[str, Any]]:
@@ -669,7 +671,7 @@ def check_machine(args: Args) -> torch.device:
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.ones(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {args.device}: not available here ({reason}); use --device cpu") from error
     for flag, package in {"track": "wandb", "capture_video": "moviepy"}.items():

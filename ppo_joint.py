@@ -105,7 +105,7 @@ class Args:
     seed: int = 1  # seed of weights, actions, minibatches and environments
     device: str = "auto"  # auto (cuda if there, one for each worker, else cpu) or any torch device
     threads: int = THREADS  # CPU threads of torch in each worker
-    bf16: bool = False  # run the network in bfloat16: faster on GPUs, and on CPUs with AVX-512 BF16 or AMX
+    bf16: bool = False  # run the CNN in bfloat16: faster on GPUs, and on CPUs with AVX-512 BF16 or AMX
     compile: bool = False  # compile the loss and its gradient (about a minute at the start)
     track: bool = False  # log to Weights & Biases too
     capture_video: bool = False  # record the evaluation episodes
@@ -884,7 +884,7 @@ def check_machine(args: Args) -> torch.device:
     name = f"cuda:{LOCAL_RANK}" if name == "cuda" and WORKERS > 1 else name  # one for each worker
     try:
         torch.ones(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {args.device}: not available here ({reason}); use --device cpu") from error
     for flag, package in {"track": "wandb", "capture_video": "moviepy"}.items():

@@ -658,7 +658,7 @@ def check_machine(args: Args) -> torch.device:
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.ones(1, device=name).item()
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {args.device}: not available here ({reason}); use --device cpu") from error
     for flag, package in {"track": "wandb", "capture_video": "moviepy"}.items():

@@ -64,6 +64,7 @@ BAD = {
     "--env-id Pendulum-v1": "--env-id Pendulum-v1.*ppo_continuous.py",
     "--device cuda:99": "--device cuda:99.*--device cpu",
     "--device nonsense": "--device nonsense.*--device cpu",
+    "--device hpu": "--device hpu.*--device cpu",
     "--resume nowhere": "--resume nowhere.*run folder",
     "--capture-video --eval-episodes 0": "--eval-episodes",
     "--run-dir /proc/runs": "--run-dir /proc/runs",

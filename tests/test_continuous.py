@@ -534,6 +534,16 @@ def test_normalization_makes_small_features_count(normalized, tmp_path):
     assert result >= 6.5 if normalized else result <= 5.0  # measured: 7.2 and 7.3, 3.9 and 4.4
 
 
+@pytest.mark.parametrize(("name", "large"), [("observation", np.float32(1e20)), ("reward", 1e200)])
+def test_numbers_too_large_to_square_never_enter_the_statistics(name, large):
+    """Their variance would be infinite, and what is divided by it 0 for ever."""
+    envs = ppo.Normalize(ppo.make_envs(ppo.Args(env_id="InvertedPendulum-v5"), 2), 0.99)
+    before = envs.stats[name]
+    with pytest.raises(FloatingPointError, match=f"in the {name} of sub-environment 1"):
+        envs.count(name, np.array([1, large], type(large)))
+    assert envs.stats[name] is before
+
+
 @pytest.mark.parametrize("field", ["observation", "reward"])
 def test_nan_never_enters_the_statistics(field, tmp_path, made):
     env_id = toy(f"bad-{field}", bad=(field, 50))
