@@ -224,25 +224,41 @@ def interquartile_mean(x: np.ndarray) -> float:
     return float(x[cut : len(x) - cut].mean())
 
 
+def ends(curve: np.ndarray) -> tuple[float, float]:
+    """Returns the mean of the first and of the last twentieth of a curve, without its gaps."""
+    curve = curve[~np.isnan(curve)]
+    few = max(1, len(curve) // 20)
+    return curve[:few].mean(), curve[-few:].mean()
+
+
 def benchmarks_page() -> str:
-    rows = []
+    rows, levels = [], []
     for name, benchmark in BENCHMARKS.items():
         named = [RESULTS / f"{name}-{seed}.csv" for seed in range(1, benchmark.seeds + 1)]
         files = [file for file in named if file.exists()]
         if not files:
             continue
         heads, curves = zip(*map(read_csv, files))
-        last = np.array([curve[-max(1, len(curve) // 20) :, 1].mean() for curve in curves])
+        last = np.array([ends(curve["return"])[1] for curve in curves])
         evaluations = [float(head["evaluation"]) for head in heads if "evaluation" in head]
         scores = np.array(evaluations if len(evaluations) == len(heads) else last)
-        minutes = np.median([curve[-1, 2] / 60 for curve in curves])
-        path = f"PYTHONPATH={benchmark.path} " if benchmark.path else ""
+        minutes = np.median([curve["seconds"][-1] / 60 for curve in curves])
+        launcher = f"PYTHONPATH={benchmark.path} python" if benchmark.path else "python"
+        launcher = f"torchrun --nproc-per-node {benchmark.workers}" if benchmark.workers > 1 else launcher
+        init = f" --init RUN_FOLDER_OF_{benchmark.init}" if benchmark.init else ""
         stopped = ", stopped early" if benchmark.stop_at else ""
         rows.append(
-            f"| {name} | `{path}python {benchmark.script}.py {benchmark.flags}` "
+            f"| {name} | `{launcher} {benchmark.script}.py {benchmark.flags}{init}` "
             f"| {int(heads[0]['steps']):,}{stopped} | {len(heads)} | {interquartile_mean(scores):.1f} "
             f"| {', '.join(f'{x:.1f}' for x in scores)} | {last.mean():.1f} +- {last.std():.1f} | {minutes:.1f} |"
         )
+        for file, head, curve in zip(files, heads, curves):
+            for level in [name for name in curve if name not in ("step", "return", "seconds")]:
+                first, end = ends(curve[level])
+                played = head.get(f"evaluation of {level}", "-")
+                levels.append(f"| {file.stem} | {level} | {first:.1f} | {end:.1f} | {played} |")
+            tested = [name for name in head if name.startswith("evaluation of ") and name[14:] not in curve]
+            levels += [f"| {file.stem} | {name[14:]} (not trained on) | - | - | {head[name]} |" for name in tested]
     return (
         "# Benchmarks\n\n"
         "Every row comes from the CSVs in [benchmark/results](benchmark/results), written by\n"
@@ -251,7 +267,11 @@ def benchmarks_page() -> str:
         "its last twentieth, mean +- population standard deviation over seeds; minutes are medians on two shared\n"
         "cores. A run that was stopped early has the learning rate schedule of all its steps.\n\n"
         "| name | command | steps | seeds | IQM | scores | end of the curve | minutes |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
+        "## Joint trainings, level by level\n\n"
+        "The first and the last twentieth of the curve, and the evaluation after training.\n\n"
+        "| run | level | first | last | evaluation |\n"
+        "| --- | --- | --- | --- | --- |\n" + "\n".join(levels) + "\n"
     )
 
 

@@ -6,7 +6,8 @@
 
 A run whose CSV exists is not done again. The head of a CSV (lines that start with #) names script, flags, seed, steps,
 evaluation, versions, commit and machine; its rows are the step, the mean return of the episodes that ended since the
-row before, and the seconds of training until then (pauses left out).
+row before, and the seconds of training until then (pauses left out). In a joint training these are the episodes of all
+levels, and a column for each level follows: nan where none of its episodes ended.
 """
 
 import argparse
@@ -14,12 +15,14 @@ import csv
 import os
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +39,12 @@ class Benchmark:
     seeds: int
     stop_at: int | None = None  # steps after which a longer schedule is stopped
     path: str | None = None  # folder that the environment is imported from (PYTHONPATH)
+    workers: int = 1  # processes that torchrun starts
+    init: str | None = None  # benchmark whose run, with the same seed, has the weights to start from
 
 
+JOINT = '--levels "breakout?mode=0" "breakout?mode=4" "breakout?mode=8" "breakout?mode=12" --num-envs 4'
+UNSEEN = '--levels "breakout?mode=16" --total-timesteps 100000'
 MICRORTS = "--env-id microrts:MicroRTS-v0 --total-timesteps 150000"
 BENCHMARKS = {
     "cartpole": Benchmark("ppo_classic", "--env-id CartPole-v1 --compile", 5),
@@ -55,51 +62,70 @@ BENCHMARKS = {
     "microrts-unmasked": Benchmark(
         "ppo_multidiscrete", f"{MICRORTS} --no-mask-actions --compile", 1, path="docs/examples"
     ),
+    "joint": Benchmark(
+        "ppo_joint", f'{JOINT} --total-timesteps 300000 --test-levels "breakout?mode=16" --compile', 1, workers=2
+    ),
+    "joint-init": Benchmark("ppo_joint", f"{UNSEEN} --compile", 1, init="joint"),
+    "joint-scratch": Benchmark("ppo_joint", f"{UNSEEN} --compile", 1),
 }
 
 
-def read_events(folder: Path) -> tuple[list[tuple[int, float, float]], float | None]:
-    """Returns a run's curve (step, return, seconds) and the mean return of its evaluation."""
+def read_events(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the mean returns of a run's evaluation, by name, and its columns: step, return, seconds, levels."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    points, curve, seconds = events.Scalars("charts/episodic_return"), [], 0.0
-    for before, point in zip([points[0], *points], points):
-        gap = point.wall_time - before.wall_time
-        seconds += gap if gap < PAUSE else 0.0
-        curve.append((point.step, point.value, seconds))
-    tags = events.Tags()["scalars"]
-    evaluation = events.Scalars("eval/episodic_return")[-1].value if "eval/episodic_return" in tags else None
-    return curve, evaluation
+    curves = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if "/episodic_return" in tag}
+    points = curves.pop("charts/episodic_return")
+    gaps = np.diff([point.wall_time for point in points], prepend=points[0].wall_time)
+    columns = {
+        "step": np.array([point.step for point in points]),
+        "return": np.array([point.value for point in points]),
+        "seconds": np.cumsum(np.where(gaps < PAUSE, gaps, 0.0)),
+    }
+    evaluation = {}
+    for tag, curve in curves.items():
+        kind, _, level = tag.split("/", 2) if tag.count("/") > 1 else (*tag.split("/"), "")
+        if kind == "eval":
+            evaluation[f"evaluation of {level}" if level else "evaluation"] = f"{curve[-1].value:.2f}"
+        else:
+            columns[level] = np.full(len(points), np.nan)
+            columns[level][np.searchsorted(columns["step"], [point.step for point in curve])] = [x.value for x in curve]
+    return evaluation, columns
 
 
-def write_csv(file: Path, head: dict[str, object], curve: list[tuple[int, float, float]]) -> None:
+def write_csv(file: Path, head: dict[str, object], columns: dict[str, np.ndarray]) -> None:
     with file.open("w", newline="") as stream:
         stream.writelines(f"# {name}: {value}\n" for name, value in head.items())
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(("step", "return", "seconds"))
-        for part in np.array_split(np.array(curve), min(ROWS, len(curve))):
-            writer.writerow((int(part[-1, 0]), f"{part[:, 1].mean():.2f}", f"{part[-1, 2]:.1f}"))
+        writer.writerow(columns)
+        steps, returns, seconds, *levels = columns.values()
+        for part in np.array_split(np.arange(len(steps)), min(ROWS, len(steps))):
+            means = [f"{level[part][~np.isnan(level[part])].mean():.2f}" for level in (returns, *levels)]
+            writer.writerow((steps[part[-1]], means[0], f"{seconds[part[-1]]:.1f}", *means[1:]))
 
 
-def read_csv(file: Path) -> tuple[dict[str, str], np.ndarray]:
-    """Returns the head and the rows (n, 3) of a result."""
+def read_csv(file: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Returns the head and the columns of a result."""
     lines = file.read_text().splitlines()
     head = dict(line[2:].split(": ", 1) for line in lines if line.startswith("#"))
-    rows = [[float(x) for x in line.split(",")] for line in lines[len(head) + 1 :]]
-    return head, np.array(rows)
+    names, *rows = csv.reader(lines[len(head) :])
+    return head, dict(zip(names, np.array(rows, float).T))
 
 
 def run(name: str, seed: int, run_dir: Path) -> None:
     """Trains one seed of a benchmark, or goes on with it, and writes its CSV."""
     benchmark, parent = BENCHMARKS[name], run_dir / f"{name}-{seed}"
-    command = [sys.executable, "-u", str(ROOT / f"{benchmark.script}.py")]
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {benchmark.workers}".split()
+    command = [sys.executable, "-u", *(launcher if benchmark.workers > 1 else []), str(ROOT / f"{benchmark.script}.py")]
     checkpoints = sorted(parent.glob("*/checkpoint.pt"))
     if checkpoints:
         command += ["--resume", str(checkpoints[-1].parent)]
     else:
-        command += [*benchmark.flags.split(), "--seed", str(seed), "--run-dir", str(parent)]
+        command += [*shlex.split(benchmark.flags), "--seed", str(seed), "--run-dir", str(parent)]
+        if benchmark.init:
+            command += ["--init", str(max(run_dir.glob(f"{benchmark.init}-{seed}/*/checkpoint.pt")))]
     print(" ".join(command[2:]), flush=True)
     environment = os.environ | ({"PYTHONPATH": str(ROOT / benchmark.path)} if benchmark.path else {})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -113,16 +139,19 @@ def run(name: str, seed: int, run_dir: Path) -> None:
     stopped = BENCHMARKS[name].stop_at is not None and process.wait() == 128 + signal.SIGINT
     if process.wait() != 0 and not stopped:
         raise SystemExit(f"{name}-{seed} ended with exit code {process.returncode}")
-    curve, evaluation = read_events(sorted(parent.glob("*/checkpoint.pt"))[-1].parent)
+    evaluation, columns = read_events(max(parent.glob("*/checkpoint.pt")).parent)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout
-    head = {"script": benchmark.script, "flags": benchmark.flags, "seed": seed, "steps": curve[-1][0]}
-    if evaluation is not None:
-        head["evaluation"] = f"{evaluation:.2f}"
+    head: dict[str, Any] = {
+        "script": benchmark.script,
+        "flags": benchmark.flags,
+        "seed": seed,
+        "steps": columns["step"][-1],
+    } | evaluation
     packages = ("torch", "gymnasium", "ale-py", "mujoco", "numpy")
     head["versions"] = ", ".join(f"{package} {version(package)}" for package in packages)
     head |= {"python": platform.python_version(), "commit": commit.strip()}
     head["machine"] = f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, shared with other work"
-    write_csv(RESULTS / f"{name}-{seed}.csv", head, curve)
+    write_csv(RESULTS / f"{name}-{seed}.csv", head, columns)
 
 
 def cpu_name() -> str:

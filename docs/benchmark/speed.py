@@ -19,13 +19,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-OURS = {  # script: (arguments, the variants to time)
+OURS = {  # script, and after - another task than its own: (arguments, the variants to time)
     "classic": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"}),
     "continuous": ("--total-timesteps 40960", {"eager": "", "compile": "--compile"}),
     "multidiscrete": ("--total-timesteps 150000", {"eager": "", "compile": "--compile"}),
+    "multidiscrete-halfcheetah": (
+        "--env-id HalfCheetah-v5 --total-timesteps 100000",
+        {"eager": "", "compile": "--compile"},
+    ),
     "atari": ("--total-timesteps 13000", {"eager": "", "compile": "--compile", "bf16": "--bf16 --compile"}),
     "atari_lstm": ("--total-timesteps 13000", {"eager": ""}),
 }
+SETTINGS = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "clip_range": 0.1, "clip_range_vf": 0.1, "ent_coef": 0.01}
 PEERS: dict[str, Any] = {  # script: what stable-baselines3 needs to do the same work, or another script of ours
     "classic": {
         "make": {"env_id": "CartPole-v1", "n_envs": 4},
@@ -42,19 +47,19 @@ PEERS: dict[str, Any] = {  # script: what stable-baselines3 needs to do the same
         "make": {"env_id": "Swimmer-v5", "n_envs": 8},
         "bins": 11,
         "steps": 60_000,
-        "model": {
-            **{"policy": "MlpPolicy", "n_steps": 128, "batch_size": 256, "n_epochs": 4},
-            **{"clip_range": 0.1, "clip_range_vf": 0.1, "ent_coef": 0.01},
-        },
+        "model": {"policy": "MlpPolicy"} | SETTINGS,
+    },
+    "multidiscrete-halfcheetah": {
+        "make": {"env_id": "HalfCheetah-v5", "n_envs": 8},
+        "bins": 11,
+        "steps": 60_000,
+        "model": {"policy": "MlpPolicy"} | SETTINGS,
     },
     "atari": {
         "make": {"env_id": "BreakoutNoFrameskip-v4", "n_envs": 8},
         "frames": 4,
         "steps": 8_192,
-        "model": {
-            **{"policy": "CnnPolicy", "n_steps": 128, "batch_size": 256, "n_epochs": 4},
-            **{"clip_range": 0.1, "clip_range_vf": 0.1, "ent_coef": 0.01},
-        },
+        "model": {"policy": "CnnPolicy"} | SETTINGS,
     },
     "atari_lstm": "atari",
 }
@@ -73,7 +78,7 @@ def read_sps(folder: Path) -> float:
 def time_ours(script: str, flags: str) -> float:
     arguments, _ = OURS[script]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / f"ppo_{script}.py"), *arguments.split(), *flags.split()]
+        command = [sys.executable, str(ROOT / f"ppo_{script.partition('-')[0]}.py"), *arguments.split(), *flags.split()]
         subprocess.run([*command, "--eval-episodes", "0", "--run-dir", folder], check=True, stdout=subprocess.DEVNULL)
         return read_sps(Path(folder))
 
