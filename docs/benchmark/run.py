@@ -102,8 +102,9 @@ def write_csv(file: Path, head: dict[str, object], columns: dict[str, np.ndarray
         writer.writerow(columns)
         steps, returns, seconds, *levels = columns.values()
         for part in np.array_split(np.arange(len(steps)), min(ROWS, len(steps))):
-            means = [f"{level[part][~np.isnan(level[part])].mean():.2f}" for level in (returns, *levels)]
-            writer.writerow((steps[part[-1]], means[0], f"{seconds[part[-1]]:.1f}", *means[1:]))
+            ended = [level[part][~np.isnan(level[part])] for level in (returns, *levels)]
+            mean, *means = (f"{x.mean() if len(x) else np.nan:.2f}" for x in ended)
+            writer.writerow((steps[part[-1]], mean, f"{seconds[part[-1]]:.1f}", *means))
 
 
 def read_csv(file: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
