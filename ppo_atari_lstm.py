@@ -173,8 +173,9 @@ class Atari(gym.vector.VectorEnv):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Array, dict]:
         self.info: dict[str, Any] = {}
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
         for i, emulator in enumerate(self.emulators):
-            frame = self.start_game(i, *emulator.reset(seed=np.array(seed[i : i + 1]) if seed else None))
+            frame = self.start_game(i, *emulator.reset(seed=None if seeds[i] is None else np.array([seeds[i]])))
             self.frames[i, ..., 0] = self.start_life(i, frame[0, 0], False)
         return self.frames, {}
 

@@ -140,6 +140,20 @@ def test_stream_depends_on_the_seed_of_the_sub_environment_alone(game):
     assert not np.array_equal(together[100][0][0], together[100][0][1])
 
 
+def test_seeds_as_in_gymnasium():
+    """One seed counts up over the sub-environments, 0 is a seed like another, and None is a random one."""
+    envs = make("pong", 2)
+
+    def start(seed):
+        envs.reset(seed=seed)
+        return envs.emulators[0].noops()[-1], envs.emulators[1].noops()[-1]
+
+    for seed in (0, 7):
+        assert start(seed) == start([seed, seed + 1]) == start([seed, seed + 1])
+    assert len({start(seed) for seed in range(8)}) > 1
+    assert len({start(None) for _ in range(8)}) > 1
+
+
 @pytest.mark.detail(14)
 def test_noops():
     """Every number from 1 to 30 comes up about as often, and 0 is drawn again."""
