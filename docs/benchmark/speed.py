@@ -5,8 +5,8 @@
 
 Both sides have the same environment, steps, batch, epochs, network, normalization and value clipping. Start-up and
 compilation do not count: the clock starts with the second iteration. stable-baselines3 gets the better of one and all
-threads; it has no recurrent policy, so atari_lstm is beside ppo_atari.py. Printed: each figure, medians, and the median
-of the ratios within a round.
+threads; it has no recurrent policy and no workers, so atari_lstm and joint are beside ppo_atari.py. Printed: each
+figure, medians, and the median of the ratios within a round.
 """
 
 import argparse
@@ -29,6 +29,14 @@ OURS = {  # script, and after - another task than its own: (arguments, the varia
     ),
     "atari": ("--total-timesteps 13000", {"eager": "", "compile": "--compile", "bf16": "--bf16 --compile"}),
     "atari_lstm": ("--total-timesteps 13000", {"eager": ""}),
+    "joint": (
+        "--levels breakout --total-timesteps 13000",
+        {
+            "eager": "",
+            "one worker": "--threads 1",
+            "two workers": "-m torch.distributed.run --standalone --nproc-per-node 2 | ",
+        },
+    ),
 }
 SETTINGS = {"n_steps": 128, "batch_size": 256, "n_epochs": 4, "clip_range": 0.1, "clip_range_vf": 0.1, "ent_coef": 0.01}
 PEERS: dict[str, Any] = {  # script: what stable-baselines3 needs to do the same work, or another script of ours
@@ -62,6 +70,7 @@ PEERS: dict[str, Any] = {  # script: what stable-baselines3 needs to do the same
         "model": {"policy": "CnnPolicy"} | SETTINGS,
     },
     "atari_lstm": "atari",
+    "joint": "atari",
 }
 
 
@@ -77,8 +86,10 @@ def read_sps(folder: Path) -> float:
 
 def time_ours(script: str, flags: str) -> float:
     arguments, _ = OURS[script]
+    launcher, _, flags = flags.rpartition(" | ")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / f"ppo_{script.partition('-')[0]}.py"), *arguments.split(), *flags.split()]
+        command = [sys.executable, *launcher.split(), str(ROOT / f"ppo_{script.partition('-')[0]}.py")]
+        command += [*arguments.split(), *flags.split()]
         subprocess.run([*command, "--eval-episodes", "0", "--run-dir", folder], check=True, stdout=subprocess.DEVNULL)
         return read_sps(Path(folder))
 
