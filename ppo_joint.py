@@ -39,7 +39,6 @@ import ast
 import contextlib
 import difflib
 import functools
-import gzip
 import importlib.util
 import io
 import math
@@ -70,6 +69,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Array = np.ndarray
+ATARI = ale_py.roms.get_all_rom_ids()
 # What torchrun tells a worker, and train_on_ray, too: its number, how many there are, and the same on this machine
 RANK, WORKERS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK, LOCAL_WORKERS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -222,9 +222,6 @@ class AtariLevel:
         self.game_over = True
         return self.start_episode()
 
-    def begin(self, action: int) -> None:
-        """Does nothing: step() plays it all."""
-
     def step(self, action: int) -> tuple[Array, int, bool, bool]:
         """Returns frame, raw reward, terminated and truncated; after either, start_episode() gives the next frame."""
         lives = self.lives
@@ -280,9 +277,9 @@ class AtariLevel:
 
 
 class GymLevel:
-    """A gymnasium environment or stable-retro game as a level, to be used like AtariLevel; each episode is a game.
+    """A gymnasium environment or stable-retro game as a level; each of its episodes is a game.
 
-    It runs in a process of its own: stable-retro allows one emulator in each, and all of them play at the same time.
+    It runs in a process of its own: stable-retro allows one emulator in each, and all levels play at the same time.
     """
 
     def __init__(self, level: str, actions: list, sticky_actions: float, video: Path | None) -> None:
@@ -298,10 +295,10 @@ class GymLevel:
     start_episode = reset
 
     def begin(self, action: int) -> None:
-        """Lets its process play; step() gets the outcome."""
         self.env.step_async(np.array([action]))
 
     def step(self, action: int) -> tuple[Array, float, bool, bool]:
+        """Returns what came of the action that begin() has sent: frame, raw reward, terminated and truncated."""
         (frame,), (reward,), (terminated,), (truncated,), _ = self.env.step_wait()
         self.score, self.length = self.score + float(reward), self.length + 1
         if terminated or truncated:
@@ -323,33 +320,40 @@ def make_game(level: str, actions: Sequence = (), sticky_actions: float = 0.0, v
         else:
             env = gym.make(name, **options, **({"render_mode": "rgb_array"} if video else {}))
     except Exception as error:
-        raise UsageError(f"--levels {level}: {type(error).__name__}: {error}") from error
-    space, hint = env.observation_space, "use ppo_classic.py or, for Box actions, ppo_continuous.py"
-    if not isinstance(space, Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
-        raise UsageError(f"--levels {level}: observations must be images, gray or RGB, uint8, not {space}; {hint}")
-    if not isinstance(env.action_space, Discrete) or env.action_space.start != 0:
-        raise UsageError(f"--levels {level}: actions must be Discrete, from 0, not {env.action_space}; {hint}")
+        raise UsageError(f"--levels {level}: {error}") from error
+    seen, can = env.observation_space, env.action_space
+    images = isinstance(seen, Box) and seen.dtype == np.uint8 and len(seen.shape) in (2, 3)
+    if not images or not isinstance(can, Discrete) or can.start != 0:
+        hint = "use ppo_classic.py or, for Box actions, ppo_continuous.py"
+        raise UsageError(f"--levels {level}: must have uint8 images and Discrete actions; {hint}")
     if video:
         env = gym.wrappers.RecordVideo(env, str(video.parent), lambda game: game == 0, name_prefix=video.name, fps=15)
     return gym.wrappers.TransformObservation(env, shrink, Box(0, 255, (84, 84), np.uint8))
 
 
 def make_retro(
-    game: str, actions: Sequence[ale_py.Action], sticky_actions: float, state: str = "", scenario: str | None = None
+    game: str, actions: Sequence[ale_py.Action], sticky_actions: float, state: str = "", scenario: str = "scenario"
 ) -> gym.Env:
-    """Makes a stable-retro game, with the details of AtariLevel; Atari's joystick stands for its pad and first button.
+    """Makes a stable-retro game with the details of Atari games; FIRE is the first button of the pad.
 
-    It starts from a state of its own, by name, or from a file *.state. Raises what stable-retro does.
+    The state that it starts from is one of the game's own, or a file. Raises ValueError for what is missing.
     """
     import stable_retro
+    from stable_retro import data
 
-    choice: Any = stable_retro.State.NONE if state.endswith(".state") else state or stable_retro.State.DEFAULT
-    pad = {"use_restricted_actions": stable_retro.Actions.ALL, "render_mode": "rgb_array"}
-    env: Any = stable_retro.make(game, choice, scenario=scenario, **pad)
-    if state.endswith(".state"):
-        env.initial_state = gzip.decompress(Path(state).read_bytes())
-    names = [{env.buttons[0]: "FIRE"}.get(button, str(button)) for button in env.buttons]
-    presses = [np.array([name in action.name for name in names], np.int8) for action in actions]
+    try:
+        data.get_romfile_path(game)
+    except FileNotFoundError as error:
+        near = " or ".join(difflib.get_close_matches(game, data.list_games(), 3, 0))
+        raise ValueError(f"no ROM; import yours for {near}: python -m stable_retro.import FOLDER") from error
+    for name, known in (state, data.list_states(game)), (scenario, data.list_scenarios(game)):
+        if name not in ("", *known) and not Path(name).is_file():
+            raise ValueError(f"there is no {name}; the game has {' '.join(known)}")
+    start: Any = str(Path(state).absolute()) if Path(state).is_file() else state or stable_retro.State.DEFAULT
+    pad: Any = {"use_restricted_actions": stable_retro.Actions.ALL, "render_mode": "rgb_array"}
+    env: Any = stable_retro.make(game, start, scenario=scenario, **pad)
+    buttons = ["FIRE", *map(str, env.buttons[1:])]
+    presses = [np.array([button in action.name for button in buttons], np.int8) for action in actions]
     env = gym.wrappers.TransformAction(env, presses.__getitem__, Discrete(max(1, len(presses))))
     env = NoopReset(gym.wrappers.StickyAction(env, sticky_actions))
     return gym.wrappers.TimeLimit(gym.wrappers.MaxAndSkipObservation(env, 4), 108_000 // 4)
@@ -368,9 +372,8 @@ class NoopReset(gym.Wrapper):
 def shrink(screen: Array) -> Array:
     """Returns a screen of any size, gray or RGB, as a frame (84, 84)."""
     # Detail 18: image transformation - gray, then 84 x 84 by area (official: gray after the maximum)
-    if screen.ndim == 3 and screen.shape[2] == 3:
-        screen = screen @ np.array([0.299, 0.587, 0.114], np.float32)
-    screen = screen.reshape(screen.shape[:2])
+    weights = np.array([0.299, 0.587, 0.114] if screen.shape[2:] == (3,) else [1], np.float32)
+    screen = screen.reshape(*screen.shape[:2], len(weights)) @ weights if screen.ndim == 3 else screen
     (rows, heights), (columns, widths) = map(find_shares, screen.shape)
     low = np.einsum("ij,ijw->iw", heights, screen[rows].astype(np.float32))
     return np.rint(np.einsum("ij,hij->hi", widths, low[:, columns])).astype(np.uint8)
@@ -417,7 +420,8 @@ class Levels(gym.vector.VectorEnv):
         pixels = self.stack.reshape(-1)
         pixels[:-1] = pixels[1:]
         for level, action in zip(self.levels, actions):
-            level.begin(int(action))
+            if isinstance(level, GymLevel):  # their processes play, while this one does
+                level.begin(int(action))
         for i, level in enumerate(self.levels):
             frame, reward, terminated[i], truncated[i] = level.step(int(actions[i]))
             # Detail 19: reward clipping - to the sign
@@ -451,7 +455,7 @@ def study_game(game: str) -> dict[str, list]:
 
 
 def find_game(level: str) -> str:
-    """Returns Atari's own name of a game, breakout for ALE/Breakout-v5, BreakoutNoFrameskip-v4 and breakout, or the id."""
+    """Returns the emulator's name, breakout for ALE/Breakout-v5, BreakoutNoFrameskip-v4 and breakout; else the id."""
     gym.register_envs(ale_py)
     atari = [spec for spec in gym.registry.values() if spec.entry_point == "ale_py.env:AtariEnv"]
     games = {name: spec.kwargs["game"] for spec in atari for name in (spec.id, spec.kwargs["game"])}
@@ -466,11 +470,8 @@ def find_game(level: str) -> str:
 def parse_level(level: str) -> tuple[str, dict[str, Any]]:
     """Returns game and options, such as breakout and {"mode": 4} for breakout?mode=4. Raises UsageError."""
     game, options = find_game(level), dict(parse_qsl(level.partition("?")[2], keep_blank_values=True))
-    if game.startswith("retro:"):
-        check_retro(level, game.removeprefix("retro:"), options)
-        return game, options
-    if game not in ale_py.roms.get_all_rom_ids():
-        return game, {name: read_value(value) for name, value in options.items()}
+    if game not in ATARI:
+        return game, {name: read_value(text) for name, text in options.items()}
     for name, value in options.items():
         if name not in ("mode", "difficulty"):
             raise UsageError(f"--levels {level}: {name} is no option; mode and difficulty are")
@@ -487,42 +488,16 @@ def read_value(text: str) -> Any:
         return text
 
 
-def check_retro(level: str, game: str, options: dict[str, str]) -> None:
-    """Raises UsageError with what would work if stable-retro lacks the game, its ROM or its state."""
-    try:
-        from stable_retro import data
-    except ImportError as error:
-        raise UsageError(f"--levels {level}: needs stable-retro: pip install stable-retro") from error
-    if wrong := options.keys() - {"state", "scenario"}:
-        raise UsageError(f"--levels {level}: {wrong.pop()} is no option; state and scenario are")
-    if game not in (games := data.list_games()):
-        near = " or ".join(difflib.get_close_matches(game, games, 3, 0))
-        raise UsageError(f"--levels {level}: no such game; did you mean {near}?")
-    state = options.get("state", "")
-    if state.endswith(".state") and not Path(state).is_file():
-        raise UsageError(f"--levels {level}: no such file; name one, or a state of the game without .state")
-    if state and not state.endswith(".state") and state not in (states := data.list_states(game)):
-        raise UsageError(f"--levels {level}: no such state; {game} has {' '.join(states)}")
-    try:
-        data.get_romfile_path(game)
-    except FileNotFoundError as error:
-        how = "import it from a folder with your own: python -m stable_retro.import FOLDER"
-        raise UsageError(f"--levels {level}: its ROM is not there; {how}") from error
-
-
 @functools.cache
 def find_actions(level: str) -> dict[str, list]:
-    """Returns the "useful" actions of a level, and "all": the emulator's, or the numbered ones of another environment."""
+    """Returns the actions that are "useful" in a level and "all" that are known there. Raises UsageError."""
     game = parse_level(level)[0]
-    if game in ale_py.roms.get_all_rom_ids():
+    if game in ATARI:
         return study_game(game)
-    env = make_game(level)
-    count = cast(Discrete, env.action_space).n
+    env: Any = make_game(level)  # shows that it can be had
     env.close()
-    everything = [f"{k}/{count}" for k in range(count)]
-    if game.startswith("retro:"):
-        everything = study_game("breakout")["all"]
-    return {"useful": everything, "all": everything}
+    numbers = [f"{k}/{env.action_space.n}" for k in range(env.action_space.n)]
+    return dict.fromkeys(("useful", "all"), study_game("breakout")["all"] if game.startswith("retro:") else numbers)
 
 
 def make_envs(args: Args, levels: Sequence[str], video: Path | None = None) -> Levels:
@@ -540,7 +515,7 @@ def make_envs(args: Args, levels: Sequence[str], video: Path | None = None) -> L
             raise UsageError(f"--levels {level}: lacks {len(missing)} of {len(actions)} actions; train it alone")
     players: list[AtariLevel | GymLevel] = []
     for i, level in enumerate(levels):
-        kind = AtariLevel if parse_level(level)[0] in ale_py.roms.get_all_rom_ids() else GymLevel
+        kind = AtariLevel if parse_level(level)[0] in ATARI else GymLevel
         film = video and video.with_name(f"{video.name}-{i}")
         players.append(kind(level, actions, args.sticky_actions, film))
     envs = Levels(players, len(actions), args.frame_stack)
@@ -1068,67 +1043,57 @@ def compile_backward(device: torch.device) -> Callable:
     return torch.compile(backward, fullgraph=True, mode="reduce-overhead")
 
 
-def train_on_ray(args: Args, argv: Sequence[str], stop: list[int]) -> int:
-    """Lets Ray start the workers, where torchrun would; returns the exit code of the first one. Raises UsageError."""
-    if args.ray_address is None:  # for a cluster of this machine alone: neither home folder nor network is touched
+def train_on_ray(args: Args, argv: Sequence[str], stop: list[int]) -> tuple[int, str]:
+    """Lets Ray start the workers, where torchrun would; returns what work() does in the first. Raises UsageError."""
+    if args.ray_address is None:  # nothing in the home folder, no use of the network
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError("--ray-workers needs ray: pip install ray") from error
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--ray-workers needs ray: pip install ray")
+    ray: Any = importlib.import_module("ray")
 
-    class Worker:  # within a function, so that Ray sends its text and the script is imported when its number is known
-        def __init__(self, folder: str, scripts: str) -> None:
-            os.chdir(folder)
-            sys.path.insert(0, scripts)
-            self.stop: list[int] = []
-            self.output, self.heard = io.StringIO(), 0
+    class Worker:  # in a function: so Ray sends its text, and the script is imported once RANK and the like are known
+        def __init__(self) -> None:
+            self.stop, self.output, self.heard = list[int](), io.StringIO(), 0
 
-        def find_place(self) -> tuple[str, str, int]:
+        def find_place(self) -> tuple[str, int]:
             with socket.socket() as free:
                 free.bind(("", 0))
-                node = ray.get_runtime_context().get_node_id()
-                return node, ray.util.get_node_ip_address(), free.getsockname()[1]
+                return ray.util.get_node_ip_address(), free.getsockname()[1]
 
-        def work(self, script: str, variables: dict[str, str], argv: Sequence[str]) -> int:
-            os.environ.update(variables)
+        def work(self, variables: dict[str, Any], folder: str, script: Path, argv: Sequence[str]) -> tuple[int, str]:
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            os.chdir(folder)
+            sys.path.insert(0, str(script.parent))
             with contextlib.redirect_stdout(self.output), contextlib.redirect_stderr(self.output):
-                return importlib.import_module(script).work(argv, self.stop)
+                return importlib.import_module(script.stem).work(argv, self.stop)
 
         def talk(self, stop: list[int]) -> str:
             self.stop[:] = stop
-            text = self.output.getvalue()[self.heard :]
-            self.heard += len(text)
-            return text
+            news = self.output.getvalue()[self.heard :]
+            self.heard += len(news)
+            return news
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Without these, Ray would give the workers the lowest priority, and a large part of the memory to its object store
-    options = {"_system_config": {"worker_niceness": 0}, "object_store_memory": 10**8, "include_dashboard": False}
-    local: dict[str, Any] = {} if args.ray_address else options
+    # Without these, Ray gives its workers a low priority, and its object store a third of the memory
+    local = {"_system_config": {"worker_niceness": 0}, "object_store_memory": 10**8, "include_dashboard": False}
     try:
-        ray.init(args.ray_address or "local", log_to_driver=False, logging_level="ERROR", **local)
+        options = {} if args.ray_address else local
+        ray.init(args.ray_address or "local", log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, ValueError, RuntimeError) as error:
         hint = "start one with ray start --head, or leave the flag out"
         raise UsageError(f"--ray-address {args.ray_address}: no cluster answers ({error}); {hint}") from error
-    for number, handler in handlers.items():  # Ray has put its own in their place
-        signal.signal(number, handler)
+    listen(stop)  # Ray listens itself by now
     try:
         cluster, count = ray.cluster_resources(), args.ray_workers
-        share = {
-            "num_cpus": min(1, int(1e4 * cluster["CPU"] / count) / 1e4),
-            "num_gpus": int(cluster.get("GPU", 0) >= count),
-        }
-        start = ray.remote(Worker).options(max_concurrency=2, **share).remote
-        workers = [start(os.getcwd(), str(Path(__file__).parent.absolute())) for _ in range(count)]
-        places = ray.get([worker.find_place.remote() for worker in workers], timeout=300)
-        nodes, (_, address, port) = [node for node, _, _ in places], places[0]
-        common = {"WORLD_SIZE": count, "LOCAL_RANK": 0, "MASTER_ADDR": address, "MASTER_PORT": port}
+        share = {"num_cpus": min(1, int(1e4 * cluster["CPU"] / count) / 1e4), "max_concurrency": 2}
+        share["num_gpus"] = int(cluster.get("GPU", 0) >= count)
+        workers = [ray.remote(Worker).options(**share).remote() for _ in range(count)]
+        hosts, ports = zip(*ray.get([worker.find_place.remote() for worker in workers], timeout=300))
         results = []
-        for rank, (worker, node) in enumerate(zip(workers, nodes)):
-            variables = common | {"RANK": rank, "LOCAL_WORLD_SIZE": nodes.count(node)}
-            variables = {name: str(value) for name, value in variables.items()}
-            results.append(worker.work.remote(SCRIPT, variables, argv))
+        for rank, worker in enumerate(workers):  # Ray shows each its own GPU only, as number 0
+            variables = {"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(hosts[rank])}
+            variables |= {"WORLD_SIZE": count, "MASTER_ADDR": hosts[0], "MASTER_PORT": ports[0]}
+            results.append(worker.work.remote(variables, os.getcwd(), Path(__file__).absolute(), argv))
         while True:
             ended = ray.wait(results, num_returns=count, timeout=1)[0]
             print(ray.get(workers[0].talk.remote(stop)), end="", flush=True)
@@ -1139,40 +1104,43 @@ def train_on_ray(args: Args, argv: Sequence[str], stop: list[int]) -> int:
     except ray.exceptions.GetTimeoutError as error:
         raise UsageError(f"--ray-workers {args.ray_workers}: the cluster has not started them in 5 minutes") from error
     except ray.exceptions.RayActorError as error:
-        print(f"error: the first worker is lost, the run ends here: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 1
+        return 1, f"error: the first worker is lost, the run ends here: {str(error).splitlines()[0]}"
     finally:
         ray.shutdown()
 
 
-def work(argv: Sequence[str], stop: list[int]) -> int:
-    """Does what the command line says; prints errors and returns the exit code."""
-    errors = sys.stdout if RANK else sys.stderr
+def listen(stop: list[int]) -> None:
+    """Appends the number of a signal to `stop`; a second signal exits at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os._exit(128 + number) if stop else stop.append(number))
+
+
+def work(argv: Sequence[str], stop: list[int]) -> tuple[int, str]:
+    """Does what the command line says; returns the exit code and, in case of an error, its message."""
     try:
-        with contextlib.redirect_stderr(errors):
+        with contextlib.redirect_stderr(sys.stdout if RANK else sys.stderr):
             args = parse_args(list(argv))
         if args.ray_workers and not LAUNCHED:
             return train_on_ray(args, argv, stop)
         train(args, stop)
     except UsageError as error:
-        print(f"error: {error}", file=errors)
-        return 2
+        return 2, "" if RANK else f"error: {error}"
     except FloatingPointError as error:
-        print(f"error: {error}; the last checkpoint is as it was", file=errors)
-        return 1
+        return 1, "" if RANK else f"error: {error}; the last checkpoint is as it was"
     except LostWorker as error:
-        print(f"error: worker {RANK} has lost another one, the run ends here: {error}", file=sys.stderr)
-        return 1
-    return 128 + stop[0] if stop else 0
+        return 1, f"error: worker {RANK} has lost another one, the run ends here: {error}"
+    return 128 + stop[0] if stop else 0, ""
 
 
 def main() -> None:
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second signal exits at once
-        signal.signal(number, lambda number, _: os._exit(128 + number) if stop else stop.append(number))
+    listen(stop)
     if RANK:  # the first worker speaks for all
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    sys.exit(work(sys.argv[1:], stop))
+    code, message = work(sys.argv[1:], stop)
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
