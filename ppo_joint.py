@@ -284,6 +284,7 @@ class GymLevel:
 
     def __init__(self, level: str, actions: list, sticky_actions: float, video: Path | None) -> None:
         make = functools.partial(make_game, level, actions, sticky_actions, video)
+        multiprocessing.set_forkserver_preload([SCRIPT])  # loads the packages once for all
         mode = gym.vector.AutoresetMode.DISABLED  # forkserver: a fork of this process, with torch's threads, could hang
         self.env = gym.vector.AsyncVectorEnv([make], context="forkserver", autoreset_mode=mode)
         self.finished: list[tuple[float, int]] = []
@@ -311,14 +312,15 @@ class GymLevel:
 
 def make_game(level: str, actions: Sequence = (), sticky_actions: float = 0.0, video: Path | None = None) -> gym.Env:
     """Makes a gymnasium environment or stable-retro game that shows frames (84, 84), uint8. Raises UsageError."""
-    if multiprocessing.parent_process() is not None:
+    if hosted := multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the main one ends it
+    env: Any
     name, options = parse_level(level)
     try:
         if name.startswith("retro:"):
             env = make_retro(name.removeprefix("retro:"), actions, sticky_actions, **options)
         else:
-            env = gym.make(name, **options, **({"render_mode": "rgb_array"} if video else {}))
+            env = gym.make(name, **(options | {"render_mode": "rgb_array"} if video else options))
     except Exception as error:
         raise UsageError(f"--levels {level}: {error}") from error
     seen, can = env.observation_space, env.action_space
@@ -326,8 +328,8 @@ def make_game(level: str, actions: Sequence = (), sticky_actions: float = 0.0, v
     if not images or not isinstance(can, Discrete) or can.start != 0:
         hint = "use ppo_classic.py or, for Box actions, ppo_continuous.py"
         raise UsageError(f"--levels {level}: must have uint8 images and Discrete actions; {hint}")
-    if video:
-        env = gym.wrappers.RecordVideo(env, str(video.parent), lambda game: game == 0, name_prefix=video.name, fps=15)
+    if video and hosted:
+        env = gym.wrappers.RecordVideo(env, str(video), lambda game: game == 0, name_prefix="game", fps=15)
     return gym.wrappers.TransformObservation(env, shrink, Box(0, 255, (84, 84), np.uint8))
 
 
