@@ -324,7 +324,7 @@ def make_game(level: str, actions: Sequence = (), sticky_actions: float = 0.0, v
     except Exception as error:
         raise UsageError(f"--levels {level}: {error}") from error
     seen, can = env.observation_space, env.action_space
-    images = isinstance(seen, Box) and seen.dtype == np.uint8 and len(seen.shape) in (2, 3)
+    images = isinstance(seen, Box) and seen.dtype == np.uint8 and seen.shape[2:] in ((), (1,), (3,))
     if not images or not isinstance(can, Discrete) or can.start != 0:
         hint = "use ppo_classic.py or, for Box actions, ppo_continuous.py"
         raise UsageError(f"--levels {level}: must have uint8 images and Discrete actions; {hint}")
