@@ -322,9 +322,13 @@ def make_game(level: str, actions: Sequence = (), sticky_actions: float = 0.0, v
         else:
             env = gym.make(name, **(options | {"render_mode": "rgb_array"} if video else options))
     except Exception as error:
-        raise UsageError(f"--levels {level}: {error}") from error
+        hint = (
+            "; install it, as in pip install stable-retro, or set PYTHONPATH" if isinstance(error, ImportError) else ""
+        )
+        raise UsageError(f"--levels {level}: {' '.join(str(error).split())}{hint}") from error
     seen, can = env.observation_space, env.action_space
-    images = isinstance(seen, Box) and seen.dtype == np.uint8 and seen.shape[2:] in ((), (1,), (3,))
+    shape = seen.shape or ()
+    images = isinstance(seen, Box) and seen.dtype == np.uint8 and len(shape) > 1 and shape[2:] in ((), (1,), (3,))
     if not images or not isinstance(can, Discrete) or can.start != 0:
         hint = "use ppo_classic.py or, for Box actions, ppo_continuous.py"
         raise UsageError(f"--levels {level}: must have uint8 images and Discrete actions; {hint}")
