@@ -1,13 +1,16 @@
-"""Joint PPO: one policy learns many Atari levels at once, and several workers average their gradients.
+"""Joint PPO: one policy learns many levels at once, and several workers average their gradients.
 
     python ppo_joint.py --levels "breakout?mode=0" "breakout?mode=4"         # every flag: --help
     torchrun --nproc-per-node 2 ppo_joint.py --levels @levels.txt            # two workers; a level in each line
     torchrun --nproc-per-node 4 ppo_joint.py --resume runs/RUN_FOLDER        # with any number of workers
+    python ppo_joint.py --levels @levels.txt --ray-workers 188 --ray-address auto    # on a Ray cluster
     python ppo_joint.py --levels "breakout?mode=8" --init runs/RUN_FOLDER    # what is it worth in a new level?
 
 Workers are processes, on one machine or several: each plays levels of its own, all take the same gradient steps. This
 is how PPO1 and PPO2 ran under MPI; with many levels it is Joint PPO, which won the OpenAI Retro Contest of 2018. The
 contest's measure is printed at the end: the mean return of all episodes of a training that --init starts on new levels.
+A level is an Atari game, a state of a stable-retro game (retro:GAME?state=STATE), or any gymnasium environment with
+images and Discrete actions, such as Procgen's (module:id?name=value&...): docs/joint.md.
 
 The file follows the official implementation (openai/baselines, ppo2) in every detail that matters, each marked at its
 line:
@@ -32,14 +35,18 @@ Read AtariLevel, Levels and Agent, then gae() to train(). Shapes: T = num_steps,
 # ///
 
 import argparse
+import ast
 import contextlib
 import difflib
 import functools
 import importlib.util
+import io
 import math
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections import defaultdict
@@ -62,9 +69,11 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Array = np.ndarray
-# What torchrun tells a worker: its number, how many there are, and the same on this machine
+ATARI = ale_py.roms.get_all_rom_ids()
+# What torchrun tells a worker, and train_on_ray, too: its number, how many there are, and the same on this machine
 RANK, WORKERS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK, LOCAL_WORKERS = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+LAUNCHED = "RANK" in os.environ
 THREADS = torch.get_num_threads() if LOCAL_WORKERS == 1 else max(1, (os.cpu_count() or 1) // LOCAL_WORKERS)
 
 
@@ -78,7 +87,7 @@ class LostWorker(RuntimeError):
 
 @dataclass(frozen=True)
 class Args:
-    levels: tuple[str, ...] = ("ALE/Breakout-v5",)  # games, as in breakout or ALE/Pong-v5?mode=1&difficulty=2, or @file
+    levels: tuple[str, ...] = ("ALE/Breakout-v5",)  # such as breakout, ALE/Pong-v5?mode=1, retro:GAME?state=..., @file
     test_levels: tuple[str, ...] = ()  # levels that are evaluated after training, too, but not trained on
     all_actions: bool = False  # all 18 actions even for one game: needed to --init it from a run on several games
     init: str | None = None  # run folder (or its checkpoint.pt) of another run whose weights are the start
@@ -113,10 +122,16 @@ class Args:
     checkpoint_every: int = 100  # iterations between checkpoints; 0: only at the end
     resume: str | None = None  # run folder (or its checkpoint.pt) to continue; every machine must see it
     run_dir: str = "runs"  # where run folders are made
+    ray_workers: int = 0  # workers that Ray starts, if torchrun does not; 0: none
+    ray_address: str | None = None  # of the Ray cluster, or auto; None: a cluster of this machine alone, for this run
+
+    @property
+    def workers(self) -> int:
+        return WORKERS if LAUNCHED else self.ray_workers or WORKERS
 
     @property
     def batch_size(self) -> int:
-        return WORKERS * self.num_envs * self.num_steps
+        return self.workers * self.num_envs * self.num_steps
 
     @property
     def minibatch_size(self) -> int:
@@ -136,7 +151,7 @@ class Args:
         check("total_timesteps num_envs num_steps", lambda x: x >= 1, "at least 1")
         check("num_minibatches update_epochs frame_stack", lambda x: x >= 1, "at least 1")
         check("threads", lambda x: 1 <= x <= 1024, "between 1 and 1024")
-        check("eval_episodes checkpoint_every", lambda x: x >= 0, "0 or more")
+        check("eval_episodes checkpoint_every ray_workers", lambda x: x >= 0, "0 or more")
         check("seed", lambda x: 0 <= x < 2**31, "between 0 and 2147483647")
         check("gamma gae_lambda sticky_actions", lambda x: 0 <= x <= 1, "between 0 and 1")
         check("learning_rate ent_coef vf_coef", lambda x: 0 <= x < math.inf, "a finite number, 0 or more")
@@ -153,14 +168,14 @@ class Args:
                 "normalized advantage is 0; use --num-minibatches 1, more --num-steps, or --no-norm-adv"
             )
         if self.total_timesteps < self.batch_size:
-            raise UsageError(f"--total-timesteps {self.total_timesteps}: must be at least {WORKERS} times {batch}")
+            raise UsageError(f"--total-timesteps {self.total_timesteps}: must be at least {self.workers} times {batch}")
         if self.capture_video and not self.eval_episodes:
             raise UsageError("--capture-video records the evaluation: --eval-episodes 0 must be at least 1")
         for name in ("levels", "test_levels"):  # files are read once: a resumed run has the levels that they had
             object.__setattr__(self, name, read_levels(getattr(self, name)))
-        if not 1 <= len(self.levels) <= WORKERS * self.num_envs:
-            hint = f"use --num-envs {math.ceil(len(self.levels) / WORKERS) or 1} and at least one level"
-            players = f"{WORKERS} workers x --num-envs {self.num_envs}"
+        if not 1 <= len(self.levels) <= self.workers * self.num_envs:
+            hint = f"use --num-envs {math.ceil(len(self.levels) / self.workers) or 1} and at least one level"
+            players = f"{self.workers} workers x --num-envs {self.num_envs}"
             raise UsageError(f"--levels: {len(self.levels)} levels, but {players} play them; {hint}")
 
 
@@ -176,8 +191,8 @@ def read_levels(levels: Sequence[str]) -> tuple[str, ...]:
 class AtariLevel:
     """A game in one mode and difficulty on the raw emulator, as the official wrappers show it to the agent.
 
-    Frames are (84, 84), uint8. A lost life is `terminated` for the agent, but the game goes on. A level of another kind
-    has these, too: `finished`, raw scores and lengths of games; reset(), step(), start_episode() and close().
+    Frames are (84, 84), uint8. A lost life is `terminated` for the agent, but the game goes on. `finished` has the raw
+    scores and lengths of games that ended.
     """
 
     def __init__(self, level: str, actions: list[ale_py.Action], sticky_actions: float, video: Path | None) -> None:
@@ -261,9 +276,110 @@ class AtariLevel:
         self.film = None
 
 
+class GymLevel:
+    """A gymnasium environment or stable-retro game as a level; each of its episodes is a game.
+
+    It runs in a process of its own: stable-retro allows one emulator in each, and all levels play at the same time.
+    """
+
+    def __init__(self, level: str, actions: list, sticky_actions: float, video: Path | None) -> None:
+        make = functools.partial(make_game, level, actions, sticky_actions, video)
+        multiprocessing.set_forkserver_preload([SCRIPT])  # loads the packages once for all
+        mode = gym.vector.AutoresetMode.DISABLED  # forkserver: a fork of this process, with torch's threads, could hang
+        self.env = gym.vector.AsyncVectorEnv([make], context="forkserver", autoreset_mode=mode)
+        self.finished: list[tuple[float, int]] = []
+
+    def reset(self, seed: int | None = None) -> Array:
+        self.score, self.length = 0.0, 0
+        return self.env.reset(seed=seed)[0][0]
+
+    start_episode = reset
+
+    def begin(self, action: int) -> None:
+        self.env.step_async(np.array([action]))
+
+    def step(self, action: int) -> tuple[Array, float, bool, bool]:
+        """Returns what came of the action that begin() has sent: frame, raw reward, terminated and truncated."""
+        (frame,), (reward,), (terminated,), (truncated,), _ = self.env.step_wait()
+        self.score, self.length = self.score + float(reward), self.length + 1
+        if terminated or truncated:
+            self.finished.append((self.score, self.length))
+        return frame, reward, terminated, truncated
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def make_game(level: str, actions: Sequence = (), sticky_actions: float = 0.0, video: Path | None = None) -> gym.Env:
+    """Makes a gymnasium environment or stable-retro game that shows frames (84, 84), uint8. Raises UsageError."""
+    if hosted := multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the main one ends it
+    env: Any
+    name, options = parse_level(level)
+    try:
+        if name.startswith("retro:"):
+            env = make_retro(name.removeprefix("retro:"), actions, sticky_actions, **options)
+        else:
+            env = gym.make(name, **(options | {"render_mode": "rgb_array"} if video else options))
+    except Exception as error:
+        hint = (
+            "; install it, as in pip install stable-retro, or set PYTHONPATH" if isinstance(error, ImportError) else ""
+        )
+        raise UsageError(f"--levels {level}: {' '.join(str(error).split())}{hint}") from error
+    seen, can = env.observation_space, env.action_space
+    shape = seen.shape or ()
+    images = isinstance(seen, Box) and seen.dtype == np.uint8 and len(shape) > 1 and shape[2:] in ((), (1,), (3,))
+    if not images or not isinstance(can, Discrete) or can.start != 0:
+        hint = "use ppo_classic.py or, for Box actions, ppo_continuous.py"
+        raise UsageError(f"--levels {level}: must have uint8 images and Discrete actions; {hint}")
+    if video and hosted:
+        env = gym.wrappers.RecordVideo(env, str(video), lambda game: game == 0, name_prefix="game", fps=15)
+    return gym.wrappers.TransformObservation(env, shrink, Box(0, 255, (84, 84), np.uint8))
+
+
+def make_retro(
+    game: str, actions: Sequence[ale_py.Action], sticky_actions: float, state: str = "", scenario: str = "scenario"
+) -> gym.Env:
+    """Makes a stable-retro game with the details of Atari games; FIRE is the first button of the pad.
+
+    The state that it starts from is one of the game's own, or a file. Raises ValueError for what is missing.
+    """
+    import stable_retro
+    from stable_retro import data
+
+    try:
+        data.get_romfile_path(game)
+    except FileNotFoundError as error:
+        near = " or ".join(difflib.get_close_matches(game, data.list_games(), 3, 0))
+        raise ValueError(f"no ROM; import yours for {near}: python -m stable_retro.import FOLDER") from error
+    for name, known in (state, data.list_states(game)), (scenario, data.list_scenarios(game)):
+        if name not in ("", *known) and not Path(name).is_file():
+            raise ValueError(f"there is no {name}; the game has {' '.join(known)}")
+    start: Any = str(Path(state).absolute()) if Path(state).is_file() else state or stable_retro.State.DEFAULT
+    pad: Any = {"use_restricted_actions": stable_retro.Actions.ALL, "render_mode": "rgb_array"}
+    env: Any = stable_retro.make(game, start, scenario=scenario, **pad)
+    buttons = ["FIRE", *map(str, env.buttons[1:])]
+    presses = [np.array([button in action.name for button in buttons], np.int8) for action in actions]
+    env = gym.wrappers.TransformAction(env, presses.__getitem__, Discrete(max(1, len(presses))))
+    env = NoopReset(gym.wrappers.StickyAction(env, sticky_actions))
+    return gym.wrappers.TimeLimit(gym.wrappers.MaxAndSkipObservation(env, 4), 108_000 // 4)
+
+
+class NoopReset(gym.Wrapper):
+    """Starts episodes with 1 to 30 frames without action, since stable-retro itself leaves nothing to chance."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Array, dict]:
+        obs, info = self.env.reset(seed=seed, options=options)
+        for _ in range(self.np_random.integers(1, 31)):
+            obs, _, _, _, info = self.env.step(0)
+        return obs, info
+
+
 def shrink(screen: Array) -> Array:
-    """Returns a gray screen of any size as a frame (84, 84)."""
+    """Returns a screen of any size, gray or RGB, as a frame (84, 84)."""
     # Detail 18: image transformation - gray, then 84 x 84 by area (official: gray after the maximum)
+    weights = np.array([0.299, 0.587, 0.114] if screen.shape[2:] == (3,) else [1], np.float32)
+    screen = screen.reshape(*screen.shape[:2], len(weights)) @ weights if screen.ndim == 3 else screen
     (rows, heights), (columns, widths) = map(find_shares, screen.shape)
     low = np.einsum("ij,ijw->iw", heights, screen[rows].astype(np.float32))
     return np.rint(np.einsum("ij,hij->hi", widths, low[:, columns])).astype(np.uint8)
@@ -280,7 +396,7 @@ def find_shares(size: int) -> tuple[Array, Array]:
 
 
 class Levels(gym.vector.VectorEnv):
-    """Levels side by side, one after the other: an emulator keeps Python's lock, so that threads would not help.
+    """Levels that step together: those in this process one after the other, since an emulator keeps Python's lock.
 
     Observations (N, 84, 84, frames) are uint8 and overwritten by the next step. info["episode"] has the raw score "r"
     and the length "l" of the games that ended, under the mask info["_episode"], and info["final_obs"] last frames.
@@ -288,7 +404,7 @@ class Levels(gym.vector.VectorEnv):
 
     protocol = ""
 
-    def __init__(self, levels: list[AtariLevel], num_actions: int, frame_stack: int) -> None:
+    def __init__(self, levels: Sequence[AtariLevel | GymLevel], num_actions: int, frame_stack: int) -> None:
         self.levels, self.num_envs = levels, len(levels)
         self.single_observation_space = Box(0, 255, (84, 84, frame_stack), np.uint8)
         self.single_action_space = Discrete(num_actions)
@@ -309,6 +425,9 @@ class Levels(gym.vector.VectorEnv):
         # Detail 20: frame stacking - the newest frame is the last channel; a new episode starts with zeros
         pixels = self.stack.reshape(-1)
         pixels[:-1] = pixels[1:]
+        for level, action in zip(self.levels, actions):
+            if isinstance(level, GymLevel):  # their processes play, while this one does
+                level.begin(int(action))
         for i, level in enumerate(self.levels):
             frame, reward, terminated[i], truncated[i] = level.step(int(actions[i]))
             # Detail 19: reward clipping - to the sign
@@ -342,29 +461,49 @@ def study_game(game: str) -> dict[str, list]:
 
 
 def find_game(level: str) -> str:
-    """Returns the emulator's name of a game: breakout for ALE/Breakout-v5, BreakoutNoFrameskip-v4 and breakout."""
+    """Returns the emulator's name, breakout for ALE/Breakout-v5, BreakoutNoFrameskip-v4 and breakout; else the id."""
     gym.register_envs(ale_py)
     atari = [spec for spec in gym.registry.values() if spec.entry_point == "ale_py.env:AtariEnv"]
     games = {name: spec.kwargs["game"] for spec in atari for name in (spec.id, spec.kwargs["game"])}
     name = level.partition("?")[0]
-    if name not in games:
+    if name not in games and name not in gym.registry and ":" not in name:
         hint = "did you mean " + " or ".join(difflib.get_close_matches(name, games, 3, 0)) + "?"
-        if name in gym.registry:
-            hint = "use ppo_classic.py or, for Box actions, ppo_continuous.py"
         raise UsageError(f"--levels {level}: not an Atari game; {hint}")
-    return games[name]
+    return games.get(name, name)
 
 
 @functools.cache
-def parse_level(level: str) -> tuple[str, dict[str, int]]:
+def parse_level(level: str) -> tuple[str, dict[str, Any]]:
     """Returns game and options, such as breakout and {"mode": 4} for breakout?mode=4. Raises UsageError."""
-    game, options = find_game(level), parse_qsl(level.partition("?")[2], keep_blank_values=True)
-    for name, value in options:
+    game, options = find_game(level), dict(parse_qsl(level.partition("?")[2], keep_blank_values=True))
+    if game not in ATARI:
+        return game, {name: read_value(text) for name, text in options.items()}
+    for name, value in options.items():
         if name not in ("mode", "difficulty"):
             raise UsageError(f"--levels {level}: {name} is no option; mode and difficulty are")
         if value not in (exist := [str(x) for x in study_game(game)[name]]):
             raise UsageError(f"--levels {level}: no such {name}; {game} has {' '.join(exist)}")
-    return game, {name: int(value) for name, value in options}
+    return game, {name: int(value) for name, value in options.items()}
+
+
+def read_value(text: str) -> Any:
+    """Returns a number, True, False or None if the text is one, else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+@functools.cache
+def find_actions(level: str) -> dict[str, list]:
+    """Returns the actions that are "useful" in a level and "all" that are known there. Raises UsageError."""
+    game = parse_level(level)[0]
+    if game in ATARI:
+        return study_game(game)
+    env: Any = make_game(level)  # shows that it can be had
+    env.close()
+    numbers = [f"{k}/{env.action_space.n}" for k in range(env.action_space.n)]
+    return dict.fromkeys(("useful", "all"), study_game("breakout")["all"] if game.startswith("retro:") else numbers)
 
 
 def make_envs(args: Args, levels: Sequence[str], video: Path | None = None) -> Levels:
@@ -373,18 +512,22 @@ def make_envs(args: Args, levels: Sequence[str], video: Path | None = None) -> L
     They all have the action set of the run: of the only game, or what all games have in common.
     """
     games = {parse_level(level)[0]: level for level in (*args.levels, *args.test_levels)}
-    actions = study_game(next(iter(games)))["useful"]
+    known = {level: find_actions(level) for level in (*args.levels, *args.test_levels)}
+    actions = known[args.levels[0]]["useful"]
     if len(games) > 1 or args.all_actions:
-        actions = study_game("breakout")["all"]
-    for game, level in games.items():
-        if missing := set(actions) - set(study_game(game)["all"]):
+        actions = max((x["all"] for x in known.values()), key=len)
+    for level in known:
+        if missing := set(actions) - set(known[level]["all"]):
             raise UsageError(f"--levels {level}: lacks {len(missing)} of {len(actions)} actions; train it alone")
-    films = [video and video.with_name(f"{video.name}-{i}") for i in range(len(levels))]
-    players = [AtariLevel(level, actions, args.sticky_actions, film) for level, film in zip(levels, films)]
+    players: list[AtariLevel | GymLevel] = []
+    for i, level in enumerate(levels):
+        kind = AtariLevel if parse_level(level)[0] in ATARI else GymLevel
+        film = video and video.with_name(f"{video.name}-{i}")
+        players.append(kind(level, actions, args.sticky_actions, film))
     envs = Levels(players, len(actions), args.frame_stack)
     envs.protocol = (
         f"4 frames a step, at most 108,000 a game, sticky actions {args.sticky_actions}, 1 to 30 no-ops, fire reset in "
-        f"games with FIRE, actions {' '.join(action.name for action in actions)}"
+        f"games with FIRE, actions {' '.join(getattr(action, 'name', action) for action in actions)}"
     )
     return envs
 
@@ -871,6 +1014,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     saved = Args(**load_checkpoint(resume)["args"])
     args = tyro.cli(Args, args=argv, default=saved)
     free = "resume total_timesteps device threads compile track capture_video eval_episodes checkpoint_every".split()
+    free += ["ray_workers", "ray_address"]
     for name, value in asdict(saved).items():
         if name not in free and getattr(args, name) != value:
             flag = name.replace("_", "-")
@@ -905,28 +1049,104 @@ def compile_backward(device: torch.device) -> Callable:
     return torch.compile(backward, fullgraph=True, mode="reduce-overhead")
 
 
-def main() -> None:
-    stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second signal exits at once
-        signal.signal(number, lambda number, _: os._exit(128 + number) if stop else stop.append(number))
-    if RANK:  # the first worker speaks for all
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    errors = sys.stdout if RANK else sys.stderr
+def train_on_ray(args: Args, argv: Sequence[str], stop: list[int]) -> tuple[int, str]:
+    """Lets Ray start the workers, where torchrun would; returns what work() does in the first. Raises UsageError."""
+    if args.ray_address is None:  # nothing in the home folder, no use of the network
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--ray-workers needs ray: pip install ray")
+    ray: Any = importlib.import_module("ray")
+
+    class Worker:  # in a function: so Ray sends its text, and the script is imported once RANK and the like are known
+        def __init__(self) -> None:
+            self.stop, self.output, self.heard = list[int](), io.StringIO(), 0
+
+        def find_place(self) -> tuple[str, int]:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+        def work(self, variables: dict[str, Any], folder: str, script: Path, argv: Sequence[str]) -> tuple[int, str]:
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            os.chdir(folder)
+            sys.path.insert(0, str(script.parent))
+            with contextlib.redirect_stdout(self.output), contextlib.redirect_stderr(self.output):
+                return importlib.import_module(script.stem).work(argv, self.stop)
+
+        def talk(self, stop: list[int]) -> str:
+            self.stop[:] = stop
+            news = self.output.getvalue()[self.heard :]
+            self.heard += len(news)
+            return news
+
+    # Without these, Ray gives its workers a low priority, and its object store a third of the memory
+    local = {"_system_config": {"worker_niceness": 0}, "object_store_memory": 10**8, "include_dashboard": False}
     try:
-        with contextlib.redirect_stderr(errors):
-            args = parse_args()
+        options = {} if args.ray_address else local
+        ray.init(args.ray_address or "local", log_to_driver=False, logging_level="ERROR", **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        hint = "start one with ray start --head, or leave the flag out"
+        raise UsageError(f"--ray-address {args.ray_address}: no cluster answers ({error}); {hint}") from error
+    listen(stop)  # Ray listens itself by now
+    try:
+        cluster, count = ray.cluster_resources(), args.ray_workers
+        share = {"num_cpus": min(1, int(1e4 * cluster["CPU"] / count) / 1e4), "max_concurrency": 2}
+        share["num_gpus"] = int(cluster.get("GPU", 0) >= count)
+        workers = [ray.remote(Worker).options(**share).remote() for _ in range(count)]
+        hosts, ports = zip(*ray.get([worker.find_place.remote() for worker in workers], timeout=300))
+        results = []
+        for rank, worker in enumerate(workers):  # Ray shows each its own GPU only, as number 0
+            variables = {"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(hosts[rank])}
+            variables |= {"WORLD_SIZE": count, "MASTER_ADDR": hosts[0], "MASTER_PORT": ports[0]}
+            results.append(worker.work.remote(variables, os.getcwd(), Path(__file__).absolute(), argv))
+        while True:
+            ended = ray.wait(results, num_returns=count, timeout=1)[0]
+            print(ray.get(workers[0].talk.remote(stop)), end="", flush=True)
+            if results[0] in ended:
+                return ray.get(results[0])
+            for worker in (worker for worker, result in zip(workers, results) if result in ended):
+                ray.kill(worker)  # so that the others notice, if it has failed
+    except ray.exceptions.GetTimeoutError as error:
+        raise UsageError(f"--ray-workers {args.ray_workers}: the cluster has not started them in 5 minutes") from error
+    except ray.exceptions.RayActorError as error:
+        return 1, f"error: the first worker is lost, the run ends here: {str(error).splitlines()[0]}"
+    finally:
+        ray.shutdown()
+
+
+def listen(stop: list[int]) -> None:
+    """Appends the number of a signal to `stop`; a second signal exits at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: os._exit(128 + number) if stop else stop.append(number))
+
+
+def work(argv: Sequence[str], stop: list[int]) -> tuple[int, str]:
+    """Does what the command line says; returns the exit code and, in case of an error, its message."""
+    try:
+        with contextlib.redirect_stderr(sys.stdout if RANK else sys.stderr):
+            args = parse_args(list(argv))
+        if args.ray_workers and not LAUNCHED:
+            return train_on_ray(args, argv, stop)
         train(args, stop)
     except UsageError as error:
-        print(f"error: {error}", file=errors)
-        sys.exit(2)
+        return 2, "" if RANK else f"error: {error}"
     except FloatingPointError as error:
-        print(f"error: {error}; the last checkpoint is as it was", file=errors)
-        sys.exit(1)
+        return 1, "" if RANK else f"error: {error}; the last checkpoint is as it was"
     except LostWorker as error:
-        print(f"error: worker {RANK} has lost another one, the run ends here: {error}", file=sys.stderr)
-        sys.exit(1)
-    if stop:
-        sys.exit(128 + stop[0])
+        return 1, f"error: worker {RANK} has lost another one, the run ends here: {error}"
+    return 128 + stop[0] if stop else 0, ""
+
+
+def main() -> None:
+    stop: list[int] = []
+    listen(stop)
+    if RANK:  # the first worker speaks for all
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    code, message = work(sys.argv[1:], stop)
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

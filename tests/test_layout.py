@@ -21,9 +21,12 @@ EXCEPTIONS = {
     "ppo_multidiscrete": {"backward"},  # masks
     "ppo_atari": {"check_machine"},  # the video needs no trial
     "ppo_atari_lstm": {"backward"},  # states
-    # Averaging; curves of all levels and workers by the first worker; --init; a GPU for each worker; lost workers
-    "ppo_joint": {"update_minibatch", "Run", "load_checkpoint", "check_machine", "main"},
+    # Averaging; curves of all levels and workers by the first worker; --init; a GPU for each worker; lost workers; Ray
+    "ppo_joint": {"update_minibatch", "Run", "load_checkpoint", "parse_args", "check_machine", "main"},
 }
+
+
+OPTIONAL = {"wandb", "moviepy", "ray", "stable-retro"}  # imported only by those who ask for what they do
 
 
 def source(name: str) -> str:
@@ -78,7 +81,7 @@ def test_dependencies(name):
         modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module] if isinstance(node, ast.ImportFrom) else []
         imported |= {module.split(".")[0].replace("_", "-") for module in modules}
-    third_party = imported - {m.replace("_", "-") for m in sys.stdlib_module_names} - {"wandb", "moviepy"}
+    third_party = imported - {m.replace("_", "-") for m in sys.stdlib_module_names} - OPTIONAL
     named = {re.match(r"[\w-]+", dependency)[0] for dependency in script["dependencies"]}
     assert third_party - named == set() and named - third_party <= {"tensorboard", "mujoco"}
     assert not third_party & {*SCRIPTS, "helpers"}
