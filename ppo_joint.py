@@ -412,8 +412,9 @@ class Levels(gym.vector.VectorEnv):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Array, dict]:
         self.stack[:] = 0
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
         for i, level in enumerate(self.levels):
-            self.stack[i, ..., -1] = level.reset(seed[i] if seed else None)
+            self.stack[i, ..., -1] = level.reset(seeds[i])
         return self.stack, {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict]:
