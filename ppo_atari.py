@@ -22,7 +22,6 @@ matters, each marked at its line:
      Auxiliary: 1 clip range annealing (--anneal-clip), 3 early stopping (--target-kl)
 
 Every spelling of a game means the same, official protocol, which is printed at the start.
-
 Read Atari and Agent, then gae() to train(); what follows is machinery. Shapes: T = num_steps, N = num_envs, B = batch.
 """
 
@@ -50,6 +49,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.setdefault("GOMP_SPINCOUNT", "50000")  # torch's idle threads soon leave their cores to the emulators
 import ale_py
 import gymnasium as gym
 import numpy as np

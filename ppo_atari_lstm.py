@@ -52,6 +52,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.setdefault("GOMP_SPINCOUNT", "50000")  # torch's idle threads soon leave their cores to the emulators
 import ale_py
 import gymnasium as gym
 import numpy as np

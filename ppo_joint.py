@@ -57,6 +57,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qsl
 
+os.environ.setdefault("GOMP_SPINCOUNT", "50000")  # torch's idle threads soon leave their cores to the emulators
 import ale_py
 import gymnasium as gym
 import numpy as np
@@ -1084,6 +1085,9 @@ def train_on_ray(args: Args, argv: Sequence[str], stop: list[int]) -> tuple[int,
     # Without these, Ray gives its workers a low priority, and its object store a third of the memory
     local = {"_system_config": {"worker_niceness": 0}, "object_store_memory": 10**8, "include_dashboard": False}
     try:
+        host, _, port = (args.ray_address or "").rpartition("/")[2].rpartition(":")
+        if host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         options = {} if args.ray_address else local
         ray.init(args.ray_address or "local", log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, ValueError, RuntimeError) as error:
@@ -1105,6 +1109,8 @@ def train_on_ray(args: Args, argv: Sequence[str], stop: list[int]) -> tuple[int,
             ended = ray.wait(results, num_returns=count, timeout=1)[0]
             print(ray.get(workers[0].talk.remote(stop)), end="", flush=True)
             if results[0] in ended:
+                with contextlib.suppress(ray.exceptions.RayActorError):  # of a lost worker: the first one reports it
+                    ray.get(ended)  # raises another's error
                 return ray.get(results[0])
             for worker in (worker for worker, result in zip(workers, results) if result in ended):
                 ray.kill(worker)  # so that the others notice, if it has failed

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -149,7 +150,9 @@ def test_help_explains_every_flag(name, tmp_path):
     code, output, _ = run(name, "--help", tmp_path, COLUMNS="200")
     assert code == 0
     source = (ROOT / f"{name}.py").read_text()
-    for flag, comment in re.findall(r"^    (\w+): .* = .*?  # (.+)$", source, re.MULTILINE):
+    comments = dict(re.findall(r"^    (\w+): .* = .*?  # (.+)$", source, re.MULTILINE))
+    for flag in (field.name for field in fields(load(name).Args)):
+        comment = comments[flag]
         assert f"--{flag.replace('_', '-')}" in output
         assert squeeze(comment)[:30] in squeeze(output), flag
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,6 +122,17 @@ def test_bad_input_is_reported_once(tmp_path):
     assert output == "" and not cluster.runs.exists()
 
 
+def test_error_of_another_worker_is_shown(tmp_path, monkeypatch):
+    """The second worker's level fails; the first one saves what there is."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    levels = ["--levels", "toy_levels:Screen-v0", "toy_levels:Screen-v0?fail=20"]
+    cluster = Cluster(tmp_path, "--num-envs", "1", "--num-steps", "16", *levels)
+    _, errors = cluster.finish(1)
+    assert "ArithmeticError: the screen is broken" in errors
+    (folder,) = cluster.runs.iterdir()
+    assert state_of(folder)["iteration"] == 1
+
+
 def test_levels_are_counted_over_ray_workers():
     """The process that starts the workers judges the flags as they do."""
     args = ppo.Args(levels=tuple("abcd"), num_envs=2, ray_workers=2, num_steps=4)
@@ -137,9 +149,21 @@ def test_without_ray(monkeypatch):
     assert code == 2 and message == "error: --ray-workers needs ray: pip install ray"
 
 
-def test_without_a_cluster():
-    command = [sys.executable, SCRIPT, "--ray-workers", "2", "--ray-address", "auto"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: --ray-address auto: no cluster answers")
-    assert "ray start --head" in result.stderr and result.stderr.count("\n") == 1
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:{port}", "ray://127.0.0.1:{port}", "127.0.0.1:port"])
+def test_without_a_cluster(address, monkeypatch):
+    """The message comes within seconds; that nothing runs here which auto could find is played."""
+
+    def find_nothing(*args, **kwargs):
+        raise ConnectionError("Could not find any running Ray instance")
+
+    if address == "auto":
+        monkeypatch.setattr("ray.init", find_nothing)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = address.format(port=closed.getsockname()[1])
+        begin = time.monotonic()
+        code, message = ppo.work(["--ray-workers", "2", "--ray-address", address], [])
+    assert code == 2 and time.monotonic() - begin < 30
+    assert message.startswith(f"error: --ray-address {address}: no cluster answers")
+    assert "ray start --head" in message and "\n" not in message

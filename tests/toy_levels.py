@@ -6,12 +6,17 @@ from gymnasium.spaces import Box, Discrete
 
 
 class Screen(gym.Env):
-    """Episodes of `length` steps; the image (height, width, channels) has the seed, then the last action plus 100."""
+    """Episodes of `length` steps; the image (height, width, channels) has the seed, then the last action plus 100.
 
-    def __init__(self, height=64, width=96, channels=3, length=3, actions=5, start=0, cut=False, render_mode=None):
+    Step number `fail`, counted over all episodes, raises an error.
+    """
+
+    def __init__(
+        self, height=64, width=96, channels=3, length=3, actions=5, start=0, cut=False, fail=0, render_mode=None
+    ):
         shape = (height, width, channels) if channels else (height, width)
         self.observation_space, self.action_space = Box(0, 255, shape, np.uint8), Discrete(actions, start=start)
-        self.length, self.cut, self.render_mode = length, cut, render_mode
+        self.length, self.cut, self.fail, self.render_mode = length, cut, fail, render_mode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -20,6 +25,9 @@ class Screen(gym.Env):
 
     def step(self, action):
         self.steps += 1
+        self.fail -= 1
+        if self.fail == 0:
+            raise ArithmeticError("the screen is broken")
         over = self.steps == self.length
         return self.show(100 + action), 2.5 * self.steps, over and not self.cut, over and self.cut, {}
 
