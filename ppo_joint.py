@@ -12,6 +12,9 @@ contest's measure is printed at the end: the mean return of all episodes of a tr
 A level is an Atari game, a state of a stable-retro game (retro:GAME?state=STATE), or any gymnasium environment with
 images and Discrete actions, such as Procgen's (module:id?name=value&...): docs/joint.md.
 
+What to expect: the return in four modes of Breakout rises from 1 to between 8 and 12 in 300k steps, 23 minutes on a
+core. In a fifth mode, 100k steps that start there return 27.9 in the mean of all episodes, from scratch 12.0.
+
 The file follows the official implementation (openai/baselines, ppo2) in every detail that matters, each marked at its
 line:
 

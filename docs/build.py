@@ -245,10 +245,11 @@ def benchmarks_page() -> str:
         minutes = np.median([curve["seconds"][-1] / 60 for curve in curves])
         launcher = f"PYTHONPATH={benchmark.path} python" if benchmark.path else "python"
         launcher = f"torchrun --nproc-per-node {benchmark.workers}" if benchmark.workers > 1 else launcher
+        prepare = f"python {benchmark.prepare} && " if benchmark.prepare else ""
         init = f" --init RUN_FOLDER_OF_{benchmark.init}" if benchmark.init else ""
         stopped = ", stopped early" if benchmark.stop_at else ""
         rows.append(
-            f"| {name} | `{launcher} {benchmark.script}.py {benchmark.flags}{init}` "
+            f"| {name} | `{prepare}{launcher} {benchmark.script}.py {benchmark.flags}{init}` "
             f"| {int(heads[0]['steps']):,}{stopped} | {len(heads)} | {interquartile_mean(scores):.1f} "
             f"| {', '.join(f'{x:.1f}' for x in scores)} | {last.mean():.1f} +- {last.std():.1f} | {minutes:.1f} |"
         )

@@ -41,10 +41,12 @@ class Benchmark:
     path: str | None = None  # folder that the environment is imported from (PYTHONPATH)
     workers: int = 1  # processes that torchrun starts
     init: str | None = None  # benchmark whose run, with the same seed, has the weights to start from
+    prepare: str | None = None  # command that makes the levels first, in the folder where run folders are kept
 
 
 JOINT = '--levels "breakout?mode=0" "breakout?mode=4" "breakout?mode=8" "breakout?mode=12" --num-envs 4'
 UNSEEN = '--levels "breakout?mode=16" --total-timesteps 100000'
+COINRUN = "procgen_levels:Procgen/coinrun-v0"
 MICRORTS = "--env-id microrts:MicroRTS-v0 --total-timesteps 150000"
 BENCHMARKS = {
     "cartpole": Benchmark("ppo_classic", "--env-id CartPole-v1 --compile", 5),
@@ -67,6 +69,21 @@ BENCHMARKS = {
     ),
     "joint-init": Benchmark("ppo_joint", f"{UNSEEN} --compile", 1, init="joint"),
     "joint-scratch": Benchmark("ppo_joint", f"{UNSEEN} --compile", 1),
+    "airstriker": Benchmark(
+        "ppo_joint",
+        "--levels @airstriker/train.txt --test-levels @airstriker/test.txt --sticky-actions 0.25 "
+        "--total-timesteps 300000 --compile",
+        1,
+        prepare="docs/examples/airstriker_states.py airstriker",
+    ),
+    "procgen": Benchmark(
+        "ppo_joint",
+        f'--levels "{COINRUN}?num_levels=200&distribution_mode=easy" '
+        f'--test-levels "{COINRUN}?start_level=200&num_levels=0&distribution_mode=easy" '
+        "--num-envs 16 --learning-rate 5e-4 --gamma 0.999 --total-timesteps 400000 --compile",
+        1,
+        path="docs/examples",
+    ),
 }
 
 
@@ -127,9 +144,13 @@ def run(name: str, seed: int, run_dir: Path) -> None:
         command += [*shlex.split(benchmark.flags), "--seed", str(seed), "--run-dir", str(parent)]
         if benchmark.init:
             command += ["--init", str(max(run_dir.glob(f"{benchmark.init}-{seed}/*/checkpoint.pt")))]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if benchmark.prepare:
+        tool, *arguments = benchmark.prepare.split()
+        subprocess.run([sys.executable, str(ROOT / tool), *arguments], cwd=run_dir, check=True)
     print(" ".join(command[2:]), flush=True)
     environment = os.environ | ({"PYTHONPATH": str(ROOT / benchmark.path)} if benchmark.path else {})
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=run_dir)
     assert process.stdout is not None
     for line in process.stdout:
         print(f"  {name}-{seed}: {line}", end="", flush=True)
@@ -173,7 +194,7 @@ def main() -> None:
             if args.list:
                 print(f"{name}-{seed}: {'done' if done else 'missing'}")
             elif not done:
-                run(name, seed, args.run_dir)
+                run(name, seed, args.run_dir.resolve())
 
 
 if __name__ == "__main__":
