@@ -4,8 +4,8 @@
     python ppo_atari_lstm.py --env-id pong --bf16 --compile  # every flag: --help
     python ppo_atari_lstm.py --resume runs/RUN_FOLDER        # go on with a run, or watch it: add --capture-video
 
-What to expect: Breakout from single frames returns 26 after the first 500k of 10M steps, ppo_atari.py with one frame 14;
-the official code ends near 140 (Huang et al. 2022).
+What to expect: Breakout returns 26 after the first 500k of 10M steps, ppo_atari.py with one frame 14; the official code
+ends near 140 (Huang et al. 2022).
 
 One iteration collects num_envs x num_steps transitions with the current policy, estimates advantages, and
 improves policy and value function by a few epochs of minibatch gradient steps on a clipped objective
