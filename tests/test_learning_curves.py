@@ -19,6 +19,7 @@ class Curve(NamedTuple):
     settings: dict[str, Any]
     reached: list[float]
     without_learning: float
+    slow: bool = False
 
     @property
     def threshold(self) -> float:
@@ -51,8 +52,17 @@ CURVES = {
         reached=[22.2, 22.4, 24.4, 22.6, 24.0],
         without_learning=1.1,
     ),
+    "breakout": Curve(
+        "ppo_atari",
+        {"env_id": "breakout", "total_timesteps": 100_000, "anneal_lr": False, "compile": True},
+        reached=[3.63, 3.26, 3.01, 3.06, 2.57],
+        without_learning=1.41,
+        slow=True,
+    ),
 }
 SEED = 1
+MARKS = (pytest.mark.slow, pytest.mark.timeout(1800))
+NAMES = [pytest.param(name, marks=MARKS if curve.slow else ()) for name, curve in CURVES.items()]
 
 
 def train(name: str, folder, seed: int = SEED, **changes: Any) -> float:
@@ -61,12 +71,12 @@ def train(name: str, folder, seed: int = SEED, **changes: Any) -> float:
     return module.train(module.Args(**CURVES[name].settings | settings | changes))["episodic_return"]
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name, tmp_path):
     assert train(name, tmp_path) >= CURVES[name].threshold
 
 
-@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_does_not_without_learning(name, tmp_path):
     """A fifth of the steps is enough: with learning rate 0 the policy never changes."""
     steps = CURVES[name].settings["total_timesteps"] // 5

@@ -72,7 +72,7 @@ BENCHMARKS = {
     "airstriker": Benchmark(
         "ppo_joint",
         "--levels @airstriker/train.txt --test-levels @airstriker/test.txt --sticky-actions 0.25 "
-        "--total-timesteps 300000 --compile",
+        "--total-timesteps 150000 --compile",
         1,
         prepare="docs/examples/airstriker_states.py airstriker",
     ),
@@ -80,7 +80,7 @@ BENCHMARKS = {
         "ppo_joint",
         f'--levels "{COINRUN}?num_levels=200&distribution_mode=easy" '
         f'--test-levels "{COINRUN}?start_level=200&num_levels=0&distribution_mode=easy" '
-        "--num-envs 16 --learning-rate 5e-4 --gamma 0.999 --total-timesteps 400000 --compile",
+        "--learning-rate 5e-4 --gamma 0.999 --total-timesteps 200000 --compile",
         1,
         path="docs/examples",
     ),
