@@ -5,7 +5,7 @@
     python ppo_atari.py --resume runs/RUN_FOLDER           # go on with a run, or watch it: add --capture-video
 
 What to expect: Breakout returns 20, Pong 0 after the first 1M of 10M steps (the official code 22 and -3, and at the end
-400 and 21: Huang et al. 2022), an hour on a core.
+400 and 21: Huang et al. 2022), one to two hours on a core.
 
 One iteration collects num_envs x num_steps transitions with the current policy, estimates advantages, and
 improves policy and value function by a few epochs of minibatch gradient steps on a clipped objective
@@ -672,7 +672,7 @@ def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
     """Returns the checkpoint of a run folder; restores the parts that are given. Raises UsageError."""
     file = Path(resume, "checkpoint.pt") if Path(resume).is_dir() else Path(resume)
     if not file.is_file():
-        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/{Args.env_id}__...")
+        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/RUN_FOLDER")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         script, flags = state["script"], state["args"].keys()

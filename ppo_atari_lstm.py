@@ -713,7 +713,7 @@ def load_checkpoint(resume: str, **parts: Any) -> dict[str, Any]:
     """Returns the checkpoint of a run folder; restores the parts that are given. Raises UsageError."""
     file = Path(resume, "checkpoint.pt") if Path(resume).is_dir() else Path(resume)
     if not file.is_file():
-        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/{Args.env_id}__...")
+        raise UsageError(f"--resume {resume}: no checkpoint.pt; name a run folder, such as runs/RUN_FOLDER")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True) | {"folder": file.parent}
         script, flags = state["script"], state["args"].keys()

@@ -69,7 +69,7 @@ SCRIPTS = {
         "ppo_atari",
         CORE - {13} | set(range(14, 23)),
         {1, 2, 3},
-        1163,
+        1174,
         Discrete(4),
         "breakout",
         Box(0, 255, (84, 84, 4), np.uint8),

@@ -430,12 +430,14 @@ def test_who_plays_what(monkeypatch):
     args = ppo.Args(levels=("a", "b", "c", "d", "e"), num_envs=4)
     assert [ppo.assign_levels(args, worker) for worker in range(2)] == [["a", "b", "c", "d"], ["e", "a", "b", "c"]]
     assert args.batch_size == 2 * 4 * 128 and args.num_iterations == 10_000_000 // 1024 and args.minibatch_size == 128
-    with pytest.raises(ppo.UsageError, match=r"9 levels, but 2 workers x --num-envs 4 play them; use --num-envs 5"):
+    with pytest.raises(
+        ppo.UsageError, match=r"9 levels, but 2 workers x --num-envs 4 play them; use --num-envs 5 or more workers"
+    ):
         ppo.Args(levels=tuple("abcdefghi"), num_envs=4)
 
 
 def test_levels_of_a_file(tmp_path, monkeypatch):
-    (tmp_path / "levels.txt").write_text("# two modes\nbreakout?mode=0\n\n  breakout?mode=4  \n")
+    (tmp_path / "levels.txt").write_text("\ufeffbreakout?mode=0\n# two\n  # modes\n\n  breakout?mode=4  \n", "utf-8")
     monkeypatch.chdir(tmp_path)
     assert ppo.Args(levels=("@levels.txt", "pong")).levels == ("breakout?mode=0", "breakout?mode=4", "pong")
     with pytest.raises(ppo.UsageError, match=r"nowhere.txt.*a level in each line"):
@@ -507,6 +509,25 @@ def test_resume_with_another_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo.Run, "log", lambda self, i, *rest: iterations.append(i) or log(self, i, *rest))
     result = ppo.train(dataclasses.replace(args, resume=str(folder), total_timesteps=2 * args.total_timesteps))
     assert iterations == [3, 4] and result["global_step"] == 64
+
+
+def test_resume_is_judged_by_the_workers_of_now(tmp_path, monkeypatch, capsys):
+    """Not what was right for the workers of then counts, but the command line of now."""
+    folder = ppo.train(quick_args(ppo, tmp_path, 4, num_steps=4))["run_folder"]
+    monkeypatch.setattr(ppo, "WORKERS", 8)
+    with pytest.raises(SystemExit):
+        ppo.parse_args(["--resume", str(folder)])
+    assert "--total-timesteps 32: must be at least 8 times" in capsys.readouterr().err
+    args = ppo.parse_args(["--resume", str(folder), "--total-timesteps", "1280"])
+    assert (args.total_timesteps, args.num_steps, args.num_iterations) == (1280, 4, 20)
+
+
+def test_ray_is_for_the_command_line(tmp_path):
+    with pytest.raises(ppo.UsageError, match=r"--ray-workers 2: only the command line starts workers"):
+        ppo.train(quick_args(ppo, tmp_path, ray_workers=2, total_timesteps=4096))
+    with pytest.raises(ppo.UsageError, match=r"--ray-address auto: needs --ray-workers"):
+        ppo.Args(ray_address="auto")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_video_shows_one_game_in_color(tmp_path):
