@@ -57,7 +57,7 @@ BENCHMARKS = {
     "bins": Benchmark("ppo_multidiscrete", "--env-id Swimmer-v5 --total-timesteps 500000", 2),
     "no-bins": Benchmark("ppo_continuous", "--env-id Swimmer-v5 --total-timesteps 500000 --compile", 2),
     "breakout": Benchmark("ppo_atari", "--env-id breakout --compile", 1, stop_at=1_000_000),
-    "breakout-bf16": Benchmark("ppo_atari", "--env-id breakout --bf16 --compile", 1, stop_at=1_000_000),
+    "breakout-bf16": Benchmark("ppo_atari", "--env-id breakout --bf16 --compile", 2, stop_at=1_000_000),
     "pong": Benchmark("ppo_atari", "--env-id pong --compile", 1, stop_at=1_000_000),
     "breakout-1-frame": Benchmark("ppo_atari", "--env-id breakout --frame-stack 1 --compile", 1, stop_at=500_000),
     "breakout-lstm": Benchmark("ppo_atari_lstm", "--env-id breakout --compile", 1, stop_at=500_000),
