@@ -92,7 +92,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest global norm of the gradient
-    target_kl: float | None = None  # stop the epochs once an epoch's mean KL exceeds this; 0: one epoch, None: off
+    target_kl: float | None = None  # stop the epochs once an epoch's mean KL exceeds this; None: off
     bootstrap_truncated: bool = False  # at time limits, bootstrap the value instead of treating them as terminal
     sticky_actions: float = 0.0  # probability that the emulator repeats the last action; 0.25 in later literature
     seed: int = 1  # seed of weights, actions, minibatches and environments
@@ -227,9 +227,9 @@ class Atari(gym.vector.VectorEnv):
         """Takes the hidden steps of one emulator: a no-op after a lost life, then the fire reset; returns the frame."""
         hidden = [0] * life_lost + self.start
         while hidden:
-            self.emulators[i].send(np.array([hidden.pop(0)]))
+            self.emulators[i].send(np.array([action := hidden.pop(0)]))
             frame, _, life_lost, _, _ = self.receive(i)
-            hidden[:0] = [0] * life_lost
+            hidden[:0] = [0] * (life_lost and action > 0)
         return frame
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -680,7 +680,7 @@ class Run:
         self.bar.close()
         args, step, returns = self.args, iteration * self.args.batch_size, []
         seeds = spawn_seeds(args.seed, iteration, EVALUATION, 0 if stop else args.eval_episodes)
-        if args.capture_video:  # one at a time: the frames of a whole episode are kept in memory
+        if args.capture_video:  # one at a time: each has a file of its own
             for number, seed in enumerate(seeds, 1):
                 returns += evaluate(agent, args, [seed], stop, self.folder / "videos" / f"step-{step}-{number}")
         elif seeds:

@@ -80,7 +80,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest global norm of the gradient
-    target_kl: float | None = None  # stop the epochs once an epoch's mean KL exceeds this; 0: one epoch, None: off
+    target_kl: float | None = None  # stop the epochs once an epoch's mean KL exceeds this; None: off
     bootstrap_truncated: bool = False  # at time limits, bootstrap the value instead of treating them as terminal
     shared_network: bool = False  # one trunk for policy and value, as the official default
     async_envs: bool = False  # one process per sub-environment
@@ -521,7 +521,7 @@ class Run:
         self.bar.close()
         args, step, returns = self.args, iteration * self.args.batch_size, []
         seeds = spawn_seeds(args.seed, iteration, EVALUATION, 0 if stop else args.eval_episodes)
-        if args.capture_video:  # one at a time: the frames of a whole episode are kept in memory
+        if args.capture_video:  # one at a time: each has a file of its own
             for number, seed in enumerate(seeds, 1):
                 returns += evaluate(agent, args, [seed], stop, self.folder / "videos" / f"step-{step}-{number}")
         elif seeds:

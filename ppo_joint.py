@@ -111,7 +111,7 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest global norm of the gradient
-    target_kl: float | None = None  # stop the epochs once an epoch's mean KL exceeds this; 0: one epoch, None: off
+    target_kl: float | None = None  # stop the epochs once an epoch's mean KL exceeds this; None: off
     bootstrap_truncated: bool = False  # at time limits, bootstrap the value instead of treating them as terminal
     frame_stack: int = 4  # frames that the agent sees at once
     sticky_actions: float = 0.0  # probability that the emulator repeats the last action; 0.25 in later literature
@@ -434,7 +434,7 @@ class Levels(gym.vector.VectorEnv):
         rewards, (terminated, truncated) = np.zeros(self.num_envs), np.zeros((2, self.num_envs), bool)
         # Detail 20: frame stacking - the newest frame is the last channel; a new episode starts with zeros
         pixels = self.stack.reshape(-1)
-        pixels[:-1] = pixels[1:]
+        pixels[:-1] = pixels[1:]  # each channel takes its right neighbor's bytes
         for level, action in zip(self.levels, actions):
             if isinstance(level, GymLevel):  # their processes play, while this one does
                 level.begin(int(action))

@@ -87,7 +87,8 @@ DETAILS = {
     "14": ("No-op reset", "1 to 30 no-ops after a real reset.", "common/atari_wrappers.py#L12-L39"),
     "15": (
         "Frame skip and maximum",
-        "Each action is repeated 4 times; the observation is the maximum of the last 2 frames.",
+        "Each action is repeated 4 times; the observation is the maximum of the last 2 frames. Ours cuts a game "
+        "after 108,000 frames, as the registry does today; the gym of then did after 400,000.",
         "common/atari_wrappers.py#L97-L123",
     ),
     "16": (
@@ -100,7 +101,11 @@ DETAILS = {
         "Games that wait for FIRE get it, and the action after it, at each start.",
         "common/atari_wrappers.py#L41-L59",
     ),
-    "18": ("Warp frame", "Gray, 84 x 84, area interpolation.", "common/atari_wrappers.py#L134-L185"),
+    "18": (
+        "Warp frame",
+        "Gray, 84 x 84, area interpolation. Ours is gray before the maximum of two frames, the official after it.",
+        "common/atari_wrappers.py#L134-L185",
+    ),
     "19": ("Reward clipping", "The sign of the reward.", "common/atari_wrappers.py#L125-L131"),
     "20": (
         "Frame stack",
@@ -243,6 +248,7 @@ def benchmarks_page() -> str:
         evaluations = [float(head["evaluation"]) for head in heads if "evaluation" in head]
         scores = np.array(evaluations if len(evaluations) == len(heads) else last)
         minutes = np.median([curve["seconds"][-1] / 60 for curve in curves])
+        cores = "/".join(sorted({number for head in heads for number in re.findall(r"(\d+) cores", head["machine"])}))
         launcher = f"PYTHONPATH={benchmark.path} python" if benchmark.path else "python"
         launcher = f"torchrun --nproc-per-node {benchmark.workers}" if benchmark.workers > 1 else launcher
         prepare = f"python {benchmark.prepare} && " if benchmark.prepare else ""
@@ -251,7 +257,8 @@ def benchmarks_page() -> str:
         rows.append(
             f"| {name} | `{prepare}{launcher} {benchmark.script}.py {benchmark.flags}{init}` "
             f"| {int(heads[0]['steps']):,}{stopped} | {len(heads)} | {interquartile_mean(scores):.1f} "
-            f"| {', '.join(f'{x:.1f}' for x in scores)} | {last.mean():.1f} +- {last.std():.1f} | {minutes:.1f} |"
+            f"| {', '.join(f'{x:.1f}' for x in scores)} | {last.mean():.1f} +- {last.std():.1f} "
+            f"| {minutes:.1f} | {cores} |"
         )
         for file, head, curve in zip(files, heads, curves):
             for level in [name for name in curve if name not in ("step", "return", "seconds")]:
@@ -265,10 +272,10 @@ def benchmarks_page() -> str:
         "Every row comes from the CSVs in [benchmark/results](benchmark/results), written by\n"
         "[run.py](benchmark/run.py); their heads name versions, commit and machine. Scores are the evaluation after\n"
         "training (else the end of the curve), one a seed; IQM is their interquartile mean; the end of the curve is\n"
-        "its last twentieth, mean +- population standard deviation over seeds; minutes are medians on two shared\n"
-        "cores. A run that was stopped early has the learning rate schedule of all its steps.\n\n"
-        "| name | command | steps | seeds | IQM | scores | end of the curve | minutes |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
+        "its last twentieth, mean +- population standard deviation over seeds; minutes are medians, on cores that\n"
+        "were shared with other work. A run that was stopped early has the learning rate schedule of all its steps.\n\n"
+        "| name | command | steps | seeds | IQM | scores | end of the curve | minutes | cores |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
         "## Joint trainings, level by level\n\n"
         "The first and the last twentieth of the curve, and the evaluation after training.\n\n"
         "| run | level | first | last | evaluation |\n"

@@ -253,6 +253,16 @@ def test_ends_within_hidden_steps():
     assert envs.scores == [7] and envs.lengths == [1]
 
 
+@pytest.mark.detail(17)
+def test_a_life_lost_in_the_no_op():
+    """It costs no second no-op: the official wrapper takes one, whatever happens in it."""
+    envs = make("breakout")
+    envs.emulators = [Scripted(*[(0, False, 3)] * 2, (0, False, 2), (0, False, 1), *[(0, False, 1)] * 2)]
+    envs.reset(seed=[0])
+    assert envs.step(np.array([3]))[2].item()
+    assert envs.emulators[0].actions == [1, 2, 3, 0, 1, 2] and envs.lives == [1]
+
+
 @pytest.mark.detail(16)
 def test_the_last_life_ends_with_the_game():
     """Some games show 0 lives for a while; their episode ends with the game. An extra life ends none."""
@@ -547,7 +557,8 @@ def test_bf16_keeps_losses_and_weights_in_float32():
             assert {parameter.dtype, parameter.grad.dtype, state["exp_avg"].dtype} == {torch.float32}
         results.append(torch.cat([stats, torch.cat([p.detach().flatten() for p in agent.parameters()])]))
     assert not torch.equal(*results)
-    close(results[0][:8], results[1][:8], 0.05)
+    close(results[0][:7], results[1][:7], 0.05)
+    close(results[1][7] / results[0][7], 1, 0.01)  # the gradient's norm, 17: bfloat16 rounds by up to 0.4 %
     close(results[0][8:], results[1][8:], 6e-4)  # at most the two first steps of 2.5e-4 apart
 
 

@@ -75,6 +75,7 @@ MUTATIONS = {
     ],
     "17": [
         ("self.start = [1, 2]", "self.start = [1]"),  # FIRE alone
+        ("(life_lost and action > 0)", "life_lost"),  # a no-op for a life lost in the no-op
         ("for k in (1, 2)] if", "for k in (1,)] if"),
         ("[actions.index(useful[k]) for k in (1, 2)]", "[1, 2]"),  # the second of all actions, not of the game's own
     ],
