@@ -257,7 +257,7 @@ def test_ends_within_hidden_steps():
 def test_a_life_lost_in_the_no_op():
     """It costs no second no-op: the official wrapper takes one, whatever happens in it."""
     envs = make("breakout")
-    envs.emulators = [Scripted(*[(0, False, 3)] * 2, (0, False, 2), (0, False, 1), *[(0, False, 1)] * 2)]
+    envs.emulators = [Scripted(*[(0, False, 3)] * 2, (0, False, 2), *[(0, False, 1)] * 9)]
     envs.reset(seed=[0])
     assert envs.step(np.array([3]))[2].item()
     assert envs.emulators[0].actions == [1, 2, 3, 0, 1, 2] and envs.lives == [1]
