@@ -228,7 +228,7 @@ class Atari(gym.vector.VectorEnv):
         while hidden:
             self.emulators[i].send(np.array([action := hidden.pop(0)]))
             frame, _, life_lost, _, _ = self.receive(i)
-            hidden[:0] = [0] * (life_lost and action > 0)
+            hidden[:0] = [0] * (life_lost and action > 0)  # a life lost in a no-op costs no second one
         return frame
 
     def close_extras(self, **kwargs: Any) -> None:
